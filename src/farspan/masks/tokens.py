@@ -1,0 +1,168 @@
+"""What a mask needs to know of tokens, and the questions that are asked of it.
+
+The functions here use array operators only, so they take NumPy and JAX arrays alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from farspan.masks.base import UNBOUNDED, Mask, Ranges
+from farspan.types import PAD_SEGMENT_ID
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Identity of a run of token slots: what masks are evaluated on.
+
+    A slot is where a token lies; its index is where it stands in the row. A layout makes the two
+    differ, so every kernel gets the index and never derives it.
+
+    Attributes:
+      index: Place in the row, int32 `[B, S]` or `[1, S]` where all rows agree.
+      segment: Document of each token, int32 `[B, S]`, `PAD_SEGMENT_ID` for padding; None when
+        each row is one document without padding.
+    """
+
+    index: Any
+    segment: Any | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of token slots, `S`."""
+        return self.index.shape[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extents:
+    """Least and greatest index and segment of each block of tokens, padding left out.
+
+    Attributes:
+      index_min, index_max: `[..., num_blocks]`. A block of padding alone has min > max.
+      segment_min, segment_max: Likewise, or None where tokens have no segments.
+      padded: Whether the block holds padding, or None likewise.
+    """
+
+    index_min: Any
+    index_max: Any
+    segment_min: Any | None = None
+    segment_max: Any | None = None
+    padded: Any | None = None
+
+
+def visible(mask: Mask, query: Tokens, key: Tokens) -> Any:
+    """The dense mask: True where a query sees a key.
+
+    Args:
+      mask: The mask.
+      query: Tokens of the queries, `[B, Sq]`.
+      key: Tokens of the keys, `[B, Sk]`; has segments exactly if `query` has.
+
+    Returns:
+      Bool `[B or 1, Sq, Sk]`. Padding sees nothing and is seen by nothing.
+    """
+    seen = in_ranges(mask.key_ranges(query.index[..., :, None]), key.index[..., None, :])
+    if query.segment is not None and key.segment is not None:
+        query_segment, key_segment = query.segment[..., :, None], key.segment[..., None, :]
+        seen = seen & (query_segment == key_segment) & (key_segment != PAD_SEGMENT_ID)
+    return seen
+
+
+def in_ranges(ranges: Ranges, key_index: Any) -> Any:
+    """True where a key's place lies in one of the ranges (broadcast against their bounds)."""
+    result: Any = None
+    for lo, hi in ranges:
+        inside: Any = key_index == key_index
+        if not (isinstance(lo, int) and lo == -UNBOUNDED):
+            inside = key_index >= lo
+        if not (isinstance(hi, int) and hi == UNBOUNDED):
+            below = key_index < hi
+            inside = below if isinstance(lo, int) and lo == -UNBOUNDED else inside & below
+        result = inside if result is None else result | inside
+    return result
+
+
+def block_extents(tokens: Tokens, block: int) -> Extents:
+    """Extents of each block of `block` neighbouring slots.
+
+    Args:
+      tokens: `[B, S]`, JAX arrays; `S` a multiple of `block`.
+      block: Slots per block.
+
+    Returns:
+      Extents of shape `[B or 1, S // block]`.
+    """
+    index = tokens.index.reshape(*tokens.index.shape[:-1], -1, block)
+    if tokens.segment is None:
+        return Extents(index.min(-1), index.max(-1))
+    segment = tokens.segment.reshape(*tokens.segment.shape[:-1], -1, block)
+    real = segment != PAD_SEGMENT_ID
+    return Extents(
+        index_min=jnp.where(real, index, UNBOUNDED).min(-1),
+        index_max=jnp.where(real, index, -UNBOUNDED).max(-1),
+        segment_min=jnp.where(real, segment, UNBOUNDED).min(-1),
+        segment_max=jnp.where(real, segment, -UNBOUNDED).max(-1),
+        padded=~real.all(-1),
+    )
+
+
+def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
+    """Classifies pairs of blocks as empty, partial or full (extents broadcast together).
+
+    Returns:
+      `(possible, certain)`, bool: a block pair is empty where `possible` is False (no query in it
+      sees a key in it) and full where `certain` is True (every query sees every key). `possible`
+      may be True for a pair that turns out empty, and `certain` False for one that is full;
+      never the other way round.
+    """
+    possible: Any = False
+    certain: Any = False
+    least, greatest = mask.key_ranges(query.index_min), mask.key_ranges(query.index_max)
+    for (lo_least, hi_least), (lo_greatest, hi_greatest) in zip(least, greatest, strict=True):
+        possible = possible | ((key.index_max >= lo_least) & (key.index_min < hi_greatest))
+        certain = certain | ((key.index_min >= lo_greatest) & (key.index_max < hi_least))
+    possible = possible & (key.index_min <= key.index_max) & (query.index_min <= query.index_max)
+    if query.segment_min is not None and key.segment_min is not None:
+        possible = (
+            possible
+            & (query.segment_min <= key.segment_max)
+            & (key.segment_min <= query.segment_max)
+        )
+        certain = (
+            certain
+            & (query.segment_min == query.segment_max)
+            & (key.segment_min == key.segment_max)
+            & (query.segment_min == key.segment_min)
+            & ~query.padded
+            & ~key.padded
+        )
+    return possible, certain & possible
+
+
+def block_map(mask: Mask, query: Tokens, key: Tokens, query_block: int, key_block: int) -> Any:
+    """Counts how dense each block pair is, exactly, for display and tests.
+
+    Args:
+      mask: The mask.
+      query: Tokens of the queries, `[B, Sq]`.
+      key: Tokens of the keys, `[B, Sk]`.
+      query_block: Queries per block; divides `Sq`.
+      key_block: Keys per block; divides `Sk`.
+
+    Returns:
+      Visible pairs per block, int64 NumPy `[B or 1, Sq // query_block, Sk // key_block]`.
+
+    Cost:
+      Builds the dense mask: for short rows.
+    """
+    dense = np.asarray(visible(mask, query, key))
+    rows, cols = query.length // query_block, key.length // key_block
+    blocks = dense.reshape(dense.shape[0], rows, query_block, cols, key_block)
+    return blocks.sum(axis=(2, 4), dtype=np.int64)

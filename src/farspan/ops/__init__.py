@@ -1,0 +1,1 @@
+"""Operations that are neither a kernel nor a model."""
