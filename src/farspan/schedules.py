@@ -286,10 +286,10 @@ def sent_bytes(
     return sum(c.sent_bytes for c in collectives(strategy, degrees, shape, direction))
 
 
-def choose_strategy(
+def choose_ulysses_degree(
     num_heads: int, num_kv_heads: int, size: int, *, tensor: int = 1
-) -> tuple[StrategyName, int]:
-    """Chooses a strategy by the bytes it sends, for `strategy="auto"`.
+) -> int:
+    """Chooses how much of a context-parallel size exchanges heads.
 
     Args:
       num_heads: Query heads.
@@ -298,20 +298,33 @@ def choose_strategy(
       tensor: Size of the tensor axis.
 
     Returns:
-      The strategy and its Ulysses degree: of all splits ring x ulysses of `size` that the heads
-      allow, the one that sends fewest bytes over forward and backward; the greater Ulysses degree
-      among equals.
+      Of all splits ring x ulysses of `size` that the heads allow, the Ulysses degree that sends
+      fewest bytes over forward and backward; the greatest among equals.
     """
     heads, kv_heads = num_heads // tensor, max(1, num_kv_heads // tensor)
     shape = AttentionShape(1, 16 * size, heads, kv_heads, 128, 128, 2)
-    fits = [u for u in range(1, size + 1) if size % u == 0 and heads % u == 0]
 
     def cost(ulysses: int) -> tuple[int, int]:
         split = Degrees(size // ulysses, ulysses)
-        both = (sent_bytes("usp", split, shape, d) for d in ("forward", "backward"))
-        return sum(both), -ulysses
+        sent = sent_bytes("usp", split, shape, "forward")
+        return sent + sent_bytes("usp", split, shape, "backward"), -ulysses
 
-    ulysses = min(fits, key=cost)
+    return min((u for u in range(1, size + 1) if size % u == 0 and heads % u == 0), key=cost)
+
+
+def choose_strategy(
+    num_heads: int, num_kv_heads: int, size: int, *, tensor: int = 1
+) -> tuple[StrategyName, int]:
+    """Chooses a strategy by the bytes it sends, for `strategy="auto"`.
+
+    Args:
+      num_heads, num_kv_heads, size, tensor: As in `choose_ulysses_degree`.
+
+    Returns:
+      `(strategy, ulysses_degree)`: ring, usp or ulysses, as the best degree is 1, less than `size`,
+      or `size`.
+    """
+    ulysses = choose_ulysses_degree(num_heads, num_kv_heads, size, tensor=tensor)
     if ulysses == size:
         return "ulysses", ulysses
     return ("ring", 1) if ulysses == 1 else ("usp", ulysses)

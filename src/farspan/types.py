@@ -5,3 +5,6 @@ PAD_SEGMENT_ID = 0
 
 IGNORE_LABEL = -100
 """Label of a token whose prediction does not enter the loss."""
+
+ATTENTION_NAMES = ("attention_out", "attention_lse")
+"""Names of attention's output and log-sum-exp for `jax.checkpoint` policies; keep both or none."""

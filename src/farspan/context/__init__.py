@@ -1,12 +1,10 @@
 """Context parallelism: exact attention over a sequence that is split over devices."""
 
-from farspan.context.api import LSE_NAME, OUT_NAME, attention
+from farspan.context.api import attention
 from farspan.context.parallel import ContextParallel
 from farspan.context.sequence import shard_sequence, unshard_sequence
 
 __all__ = [
-    "LSE_NAME",
-    "OUT_NAME",
     "ContextParallel",
     "attention",
     "shard_sequence",

@@ -20,13 +20,7 @@ from farspan.kernels import Kernel, Scores, get_kernel
 from farspan.layouts import get_layout
 from farspan.masks import Mask
 from farspan.ops.merge import add_sinks
-from farspan.types import PAD_SEGMENT_ID
-
-OUT_NAME = "attention_out"
-"""Name of attention's output for `jax.checkpoint` policies; save it with `LSE_NAME`."""
-LSE_NAME = "attention_lse"
-"""Name of the log-sum-exp that backward needs beside the output."""
-
+from farspan.types import ATTENTION_NAMES, PAD_SEGMENT_ID
 
 @overload
 def attention(
@@ -150,7 +144,7 @@ def _attention_forward(
     plan: _Plan, query: Array, key: Array, value: Array, sinks: Array | None, metadata: Metadata
 ) -> tuple[tuple[Array, Array], Any]:
     out, lse = _attention(plan, query, key, value, sinks, metadata)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    out, lse = map(checkpoint_name, (out, lse), ATTENTION_NAMES)
     return (out, lse), (query, key, value, sinks, metadata, out, lse)
 
 
@@ -162,6 +156,11 @@ def _attention_backward(plan: _Plan, saved: Any, cotangents: tuple[Array, Array]
     dout = jnp.where(sees.swapaxes(1, 2)[..., None], dout, 0)
     products = out.astype(lse.dtype) * dout.astype(lse.dtype)
     delta = products.sum(-1).swapaxes(1, 2) - dlse
+    # Without the barrier the compiler sees that backward fetches the same keys as forward, and
+    # keeps what forward fetched alive in between.
+    query, key, value, dout, metadata = jax.lax.optimization_barrier(
+        (query, key, value, dout, metadata)
+    )
     dquery, dkey, dvalue = _on_devices(
         plan, "backward", (query, key, value, dout), (lse, delta), metadata
     )

@@ -51,10 +51,12 @@ def parameter_shardings(params: Any, axes: Any, mesh: Mesh) -> Any:
 
 
 def gather(x: Array, sharding: NamedSharding, dtype: Any) -> Array:
-    """Fetches a whole parameter for use, in the type of the computation.
+    """Fetches a whole parameter for use, rounded to the type of the computation.
 
-    The cast comes before the wire. Backward sends the gradient straight to its shard: a reduce
-    and scatter, where differentiating a plain constraint would sum it whole on every device.
+    The rounding comes before the wire; the result is handed over in the parameter's own type, so
+    that its gradient is summed over devices in that type. Backward sends the gradient straight to
+    its shard: a reduce and scatter, where differentiating a plain constraint would sum it whole on
+    every device.
 
     Args:
       x: A parameter, split as `sharding` says.
@@ -65,17 +67,16 @@ def gather(x: Array, sharding: NamedSharding, dtype: Any) -> Array:
       The parameter, whole on every device.
     """
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    kept = x.dtype
 
     @jax.custom_vjp
     def fetch(x: Array) -> Array:
-        return jax.lax.with_sharding_constraint(x.astype(dtype), whole)
+        return jax.lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
 
     def fetch_forward(x: Array) -> tuple[Array, None]:
         return fetch(x), None
 
     def fetch_backward(_: None, gradient: Array) -> tuple[Array]:
-        return (jax.lax.with_sharding_constraint(gradient.astype(kept), sharding),)
+        return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
     fetch.defvjp(fetch_forward, fetch_backward)
     return fetch(x)

@@ -18,11 +18,10 @@ from jax import lax
 from jaxtyping import Array, Float, Inexact, Int
 
 from farspan.models.config import DecoderConfig
+from farspan.ops.linear import linear
 from farspan.ops.norm import rms_norm
 from farspan.ops.rope import apply_rope, rope_tables
-
-ATTENTION_NAMES = ("attention_out", "attention_lse")
-"""Names under which attention's output and log-sum-exp can be kept by `save_attention`."""
+from farspan.types import ATTENTION_NAMES
 
 
 class AttentionFn(Protocol):
@@ -33,24 +32,22 @@ class AttentionFn(Protocol):
         ...
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """What the model is given to run with.
 
     Attributes:
       attention: Brings tokens together.
+      embed: Looks tokens `[B, S]` up in the embedding `[V, M]`.
       constrain: Applied to activations `[B, S, M]`: keeps them split over devices.
-      fetch: Applied to a part of the parameters right before use, with the type to compute in:
-        gathers what is split over devices.
+      fetch: Given the name of a field of `Params` and that field (of `layers`, one layer of it),
+        right before use: gathers what is split over devices.
     """
 
     attention: AttentionFn
-    constrain: Callable[[Array], Array] = _same
-    fetch: Callable[[Any], Any] = _same
+    embed: Callable[[Array, Array], Array] = lambda table, tokens: table[tokens]
+    constrain: Callable[[Array], Array] = lambda x: x
+    fetch: Callable[[str, Any], Any] = lambda _, weights: weights
 
 
 @jax.tree_util.register_dataclass
@@ -157,11 +154,10 @@ def forward(
       Final hidden states of `config.dtype`.
     """
     tables = rope_tables(positions, config.head_dim, config.rope_theta)
-    embedding = runtime.fetch(params.embedding)
-    stream = runtime.constrain(embedding[tokens].astype(config.dtype))
+    stream = runtime.constrain(runtime.embed(params.embedding, tokens).astype(config.dtype))
 
     def layer(stream: Array, weights: LayerParams) -> Array:
-        return decoder_layer(runtime.fetch(weights), stream, tables, config, runtime)
+        return decoder_layer(runtime.fetch("layers", weights), stream, tables, config, runtime)
 
     layer = _with_remat(layer, config)
     if config.scan_layers:
@@ -169,7 +165,7 @@ def forward(
     else:
         for index in range(config.num_layers):
             stream = layer(stream, jax.tree.map(lambda x, index=index: x[index], params.layers))
-    return rms_norm(stream, runtime.fetch(params.final_norm), config.norm_eps)
+    return rms_norm(stream, runtime.fetch("final_norm", params.final_norm), config.norm_eps)
 
 
 def output_head(params: Params) -> Float[Array, "M V"]:
@@ -197,15 +193,15 @@ def decoder_layer(
       The stream after the layer.
     """
     x = rms_norm(stream, weights.attention_norm, config.norm_eps)
-    query = apply_rope(jnp.einsum("bsm,mhd->bshd", x, weights.query), tables)
-    key = apply_rope(jnp.einsum("bsm,mkd->bskd", x, weights.key), tables)
-    value = jnp.einsum("bsm,mkd->bskd", x, weights.value)
+    query = apply_rope(linear("bsm,mhd->bshd", x, weights.query), tables)
+    key = apply_rope(linear("bsm,mkd->bskd", x, weights.key), tables)
+    value = linear("bsm,mkd->bskd", x, weights.value)
     attended = runtime.attention(query, key, value)
-    stream = runtime.constrain(stream + jnp.einsum("bshd,hdm->bsm", attended, weights.out))
+    stream = runtime.constrain(stream + linear("bshd,hdm->bsm", attended, weights.out))
     x = rms_norm(stream, weights.ffn_norm, config.norm_eps)
-    gate = jax.nn.silu(jnp.einsum("bsm,mf->bsf", x, weights.gate))
-    up = jnp.einsum("bsm,mf->bsf", x, weights.up)
-    return runtime.constrain(stream + jnp.einsum("bsf,fm->bsm", gate * up, weights.down))
+    gate = jax.nn.silu(linear("bsm,mf->bsf", x, weights.gate))
+    up = linear("bsm,mf->bsf", x, weights.up)
+    return runtime.constrain(stream + linear("bsf,fm->bsm", gate * up, weights.down))
 
 
 def _with_remat(
