@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact
 
 from farspan.kernels import Kernel, Scores
 from farspan.layouts import Layout
 from farspan.masks import Tokens, block_extents, classify
+from farspan.types import Leaf
 
 Axes = tuple[str, ...]
 
@@ -27,8 +28,8 @@ class Metadata:
       positions: int32 `[B, Sl]`, or None: the layout says where tokens stand.
     """
 
-    segment_ids: Int[Array, "B Sl"] | None
-    positions: Int[Array, "B Sl"] | None
+    segment_ids: Leaf | None
+    positions: Leaf | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Call:
         return possible.any()
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """Brings keys and values to queries. Runs on each device, inside `jax.shard_map`.
 

@@ -7,7 +7,7 @@ so each works with every other.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Inexact
 
@@ -29,6 +29,7 @@ class Scores:
     logits_soft_cap: float | None = None
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """Attention of queries over keys that lie on one device, forward and backward.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from farspan.masks.base import UNBOUNDED, Mask, Ranges
-from farspan.types import PAD_SEGMENT_ID
+from farspan.types import PAD_SEGMENT_ID, Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -30,8 +30,8 @@ class Tokens:
         each row is one document without padding.
     """
 
-    index: Any
-    segment: Any | None = None
+    index: Leaf
+    segment: Leaf | None = None
 
     @property
     def length(self) -> int:
@@ -50,11 +50,11 @@ class Extents:
       padded: Whether the block holds padding, or None likewise.
     """
 
-    index_min: Any
-    index_max: Any
-    segment_min: Any | None = None
-    segment_max: Any | None = None
-    padded: Any | None = None
+    index_min: Leaf
+    index_max: Leaf
+    segment_min: Leaf | None = None
+    segment_max: Leaf | None = None
+    padded: Leaf | None = None
 
 
 def visible(mask: Mask, query: Tokens, key: Tokens) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,10 @@ from farspan.models.config import DecoderConfig
 from farspan.ops.linear import linear
 from farspan.ops.norm import rms_norm
 from farspan.ops.rope import apply_rope, rope_tables
-from farspan.types import ATTENTION_NAMES
+from farspan.types import ATTENTION_NAMES, Leaf
 
 
+@runtime_checkable
 class AttentionFn(Protocol):
     """Attention over the whole row, of `[B, S, H, D]` and `[B, S, K, D]`."""
 
@@ -53,28 +54,47 @@ class Runtime:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerParams:
-    """Parameters of decoder layers; stacked along a leading layer axis `L` in `Params`."""
+    """Parameters of decoder layers, stacked along a leading layer axis `L` in `Params`.
 
-    attention_norm: Float[Array, "L M"]
-    query: Float[Array, "L M H D"]
-    key: Float[Array, "L M K D"]
-    value: Float[Array, "L M K D"]
-    out: Float[Array, "L H D M"]
-    ffn_norm: Float[Array, "L M"]
-    gate: Float[Array, "L M F"]
-    up: Float[Array, "L M F"]
-    down: Float[Array, "L F M"]
+    Attributes:
+      attention_norm: `[L, M]`.
+      query: `[L, M, H, D]`.
+      key: `[L, M, K, D]`.
+      value: `[L, M, K, D]`.
+      out: `[L, H, D, M]`.
+      ffn_norm: `[L, M]`.
+      gate: `[L, M, F]`.
+      up: `[L, M, F]`.
+      down: `[L, F, M]`.
+    """
+
+    attention_norm: Leaf
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    out: Leaf
+    ffn_norm: Leaf
+    gate: Leaf
+    up: Leaf
+    down: Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Parameters of a decoder. `head` is None where the embedding serves as head, too."""
+    """Parameters of a decoder.
 
-    embedding: Float[Array, "V M"]
+    Attributes:
+      embedding: `[V, M]`.
+      layers: All layers, stacked.
+      final_norm: `[M]`.
+      head: `[M, V]`, or None where the embedding serves as head, too.
+    """
+
+    embedding: Leaf
     layers: LayerParams
-    final_norm: Float[Array, " M"]
-    head: Float[Array, "M V"] | None
+    final_norm: Leaf
+    head: Leaf | None
 
 
 def logical_axes(config: DecoderConfig) -> Params:
@@ -94,7 +114,7 @@ def logical_axes(config: DecoderConfig) -> Params:
         ),
         final_norm=("norm",),
         head=None if config.tie_embeddings else ("model", "vocab"),
-    )  # pyright: ignore[reportArgumentType]  # a tree of names in the shape of the parameters
+    )
 
 
 def init_params(config: DecoderConfig, rng: Array) -> Params:
