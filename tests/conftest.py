@@ -1,0 +1,49 @@
+"""Eight virtual CPU devices for every test, in each test process."""
+
+import os
+from typing import Any
+
+import hypothesis
+import jax
+import pytest
+
+NUM_DEVICES = 8
+
+# jax starts its backends at first use, so none of this comes too late. The platform also holds for
+# processes that tests start; the number of devices does not: such a process must find its own, as
+# it must on a user's machine.
+os.environ["JAX_PLATFORMS"] = "cpu"
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_register_dataclass = jax.tree_util.register_dataclass
+
+
+def _register_unchecked(nodetype: type, *args: Any, **kwargs: Any) -> type:
+    # jax rebuilds registered dataclasses around placeholders, which no shape annotation admits:
+    # jaxtyping must leave their constructors alone.
+    nodetype.__no_type_check__ = True  # type: ignore[attr-defined]
+    return _register_dataclass(nodetype, *args, **kwargs)
+
+
+jax.tree_util.register_dataclass = _register_unchecked
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs between runs and shares them between test processes."""
+    cache = getattr(config, "cache", None)  # absent under `-p no:cacheprovider`
+    if cache is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    # A bounded cache is one that jax locks, so that no process reads what another is writing.
+    jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)
+
+
+def pytest_report_header() -> str:
+    """Names the jax under test."""
+    return f"jax {jax.__version__} on {jax.device_count()} devices"
