@@ -279,16 +279,12 @@ def collectives(
     return tuple(c for c in found if c.group > 1 and c.count > 0)
 
 
-def sent_bytes(
-    strategy: str, degrees: Degrees, shape: AttentionShape, direction: Direction
-) -> int:
+def sent_bytes(strategy: str, degrees: Degrees, shape: AttentionShape, direction: Direction) -> int:
     """Bytes that leave one device for one attention layer in one direction."""
     return sum(c.sent_bytes for c in collectives(strategy, degrees, shape, direction))
 
 
-def choose_ulysses_degree(
-    num_heads: int, num_kv_heads: int, size: int, *, tensor: int = 1
-) -> int:
+def choose_ulysses_degree(num_heads: int, num_kv_heads: int, size: int, *, tensor: int = 1) -> int:
     """Chooses how much of a context-parallel size exchanges heads.
 
     Args:
@@ -330,9 +326,7 @@ def choose_strategy(
     return ("ring", 1) if ulysses == 1 else ("usp", ulysses)
 
 
-def _all_gather(
-    degrees: Degrees, shape: AttentionShape, direction: Direction
-) -> list[Collective]:
+def _all_gather(degrees: Degrees, shape: AttentionShape, direction: Direction) -> list[Collective]:
     local = shape.batch * shape.seq_len // degrees.total
     kv_elements = local * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     metadata = shape.metadata_arrays

@@ -134,15 +134,11 @@ def test_no_buffer_of_query_by_key_size():
     def loss(q, k, v, ids):
         return farspan.attention(q, k, v, mask=case.mask, segment_ids=ids, kernel="xla").sum()
 
-    shapes = [
-        jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (4, 1, 1)
-    ]
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (4, 1, 1)]
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes, ids).compile()
     largest = max(
-        int(np.prod(dims))
-        for found in instructions(compiled.as_text())
-        for _, dims in found.shapes
+        int(np.prod(dims)) for found in instructions(compiled.as_text()) for _, dims in found.shapes
     )
     assert largest <= 2 * length * 4 * 16
     assert compiled.memory_analysis().temp_size_in_bytes < 20 * length * 4 * 16 * 4

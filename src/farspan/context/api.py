@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int
@@ -22,27 +23,52 @@ from farspan.masks import Mask
 from farspan.ops.merge import add_sinks
 from farspan.types import ATTENTION_NAMES, PAD_SEGMENT_ID
 
+AnyArray = jax.Array | np.ndarray
+
+
 @overload
 def attention(
-    query: Array, key: Array, value: Array, *, mask: Mask, return_lse: Literal[False] = ...,
-    **options: Any,
-) -> Array: ...
-@overload
-def attention(
-    query: Array, key: Array, value: Array, *, mask: Mask, return_lse: Literal[True],
-    **options: Any,
-) -> tuple[Array, Array]: ...
-def attention(
-    query: Inexact[Array, "B S H D"],
-    key: Inexact[Array, "B T K D"],
-    value: Inexact[Array, "B T K Dv"],
+    query: Inexact[AnyArray, "B S H D"],
+    key: Inexact[AnyArray, "B S K D"],
+    value: Inexact[AnyArray, "B S K Dv"],
     *,
     mask: Mask,
-    segment_ids: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
+    segment_ids: Int[AnyArray, "B S"] | None = ...,
+    positions: Int[AnyArray, "B S"] | None = ...,
+    scale: float | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: Inexact[AnyArray, " H"] | None = ...,
+    context: ContextParallel | None = ...,
+    kernel: str | Kernel = ...,
+    return_lse: Literal[False] = ...,
+) -> Inexact[Array, "B S H Dv"]: ...
+@overload
+def attention(
+    query: Inexact[AnyArray, "B S H D"],
+    key: Inexact[AnyArray, "B S K D"],
+    value: Inexact[AnyArray, "B S K Dv"],
+    *,
+    mask: Mask,
+    segment_ids: Int[AnyArray, "B S"] | None = ...,
+    positions: Int[AnyArray, "B S"] | None = ...,
+    scale: float | None = ...,
+    logits_soft_cap: float | None = ...,
+    sinks: Inexact[AnyArray, " H"] | None = ...,
+    context: ContextParallel | None = ...,
+    kernel: str | Kernel = ...,
+    return_lse: Literal[True],
+) -> tuple[Inexact[Array, "B S H Dv"], Float[Array, "B H S"]]: ...
+def attention(
+    query: Inexact[AnyArray, "B S H D"],
+    key: Inexact[AnyArray, "B S K D"],
+    value: Inexact[AnyArray, "B S K Dv"],
+    *,
+    mask: Mask,
+    segment_ids: Int[AnyArray, "B S"] | None = None,
+    positions: Int[AnyArray, "B S"] | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: Inexact[Array, " H"] | None = None,
+    sinks: Inexact[AnyArray, " H"] | None = None,
     context: ContextParallel | None = None,
     kernel: str | Kernel = "auto",
     return_lse: bool = False,
@@ -85,6 +111,7 @@ def attention(
       (for D = Dv). Bytes sent per device: `farspan.schedules.collectives`. Saved for backward:
       q, k, v, out and lse, each only this device's shard.
     """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     _check_arrays(query, key, value, segment_ids, positions, sinks)
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise ValueError(f"attention: logits_soft_cap must be positive, got {logits_soft_cap}")
@@ -103,6 +130,7 @@ def attention(
     seq_len = query.shape[1]
     metadata = Metadata(_as_int32(segment_ids), _as_int32(positions))
     arrays, metadata = _pad_to_multiple(context, (query, key, value), metadata)
+    sinks = None if sinks is None else jnp.asarray(sinks)
     out, lse = _attend(plan, *arrays, sinks, metadata)
     out, lse = out[:, :seq_len], lse[..., :seq_len]
     return (out, lse) if return_lse else out
@@ -247,7 +275,7 @@ def _rows_of(metadata: Metadata) -> Array:
     return (metadata.segment_ids != PAD_SEGMENT_ID)[:, None, :]
 
 
-def _as_int32(x: Array | None) -> Array | None:
+def _as_int32(x: AnyArray | None) -> Array | None:
     return None if x is None else jnp.asarray(x).astype(jnp.int32)
 
 
@@ -280,13 +308,15 @@ def _check_arrays(
     query: Array,
     key: Array,
     value: Array,
-    segment_ids: Array | None,
-    positions: Array | None,
-    sinks: Array | None,
+    segment_ids: AnyArray | None,
+    positions: AnyArray | None,
+    sinks: AnyArray | None,
 ) -> None:
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     if any(len(shape) != 4 for shape in shapes.values()):
-        raise ValueError(f"attention: query, key and value must be [B, S, heads, dim], got {shapes}")
+        raise ValueError(
+            f"attention: query, key and value must be [B, S, heads, dim], got {shapes}"
+        )
     batch, seq_len, heads, dim = query.shape
     if key.shape[:2] != (batch, seq_len) or value.shape[:3] != key.shape[:3] or key.shape[3] != dim:
         raise ValueError(

@@ -105,9 +105,7 @@ class Strategy(Protocol):
         lse: Float[Array, "B H Sl"],
         delta: Float[Array, "B H Sl"],
         metadata: Metadata,
-    ) -> tuple[
-        Inexact[Array, "B Sl H D"], Inexact[Array, "B Sl K D"], Inexact[Array, "B Sl K Dv"]
-    ]:
+    ) -> tuple[Inexact[Array, "B Sl H D"], Inexact[Array, "B Sl K D"], Inexact[Array, "B Sl K Dv"]]:
         """Computes `(dq, dk, dv)` of this device's tokens; arguments as in `Kernel.backward`."""
         ...
 

@@ -23,7 +23,6 @@ from jax import lax
 from jaxtyping import Array
 
 from farspan.context.base import Call, Metadata
-from farspan.masks import Tokens
 from farspan.ops.merge import merge
 
 

@@ -71,9 +71,7 @@ class Kernel(Protocol):
         query_tokens: Tokens,
         key_tokens: Tokens,
         scores: Scores,
-    ) -> tuple[
-        Float[Array, "B Sq H D"], Float[Array, "B Sk K D"], Float[Array, "B Sk K Dv"]
-    ]:
+    ) -> tuple[Float[Array, "B Sq H D"], Float[Array, "B Sk K D"], Float[Array, "B Sk K Dv"]]:
         """Computes the gradient contributions of these keys.
 
         The caller passes `delta` and not the output, so that it is made once and not once per

@@ -276,13 +276,17 @@ class _Grid:
     def to_rows(self, x: Array) -> Array:
         """`[B, Sq, H, D]` to `[B, K, query_blocks, rows, D]`."""
         x = _pad(x, self.query_block, 1)
-        x = x.reshape(self.batch, self.query_blocks, self.query_block, self.kv_heads, self.group, -1)
+        x = x.reshape(
+            self.batch, self.query_blocks, self.query_block, self.kv_heads, self.group, -1
+        )
         x = x.transpose(0, 3, 1, 2, 4, 5)
         return x.reshape(self.batch, self.kv_heads, self.query_blocks, self.rows, -1)
 
     def from_rows(self, x: Array) -> Array:
         """`[num_rows, rows, D]` to `[B, Sq, H, D]`."""
-        x = x.reshape(self.batch, self.kv_heads, self.query_blocks, self.query_block, self.group, -1)
+        x = x.reshape(
+            self.batch, self.kv_heads, self.query_blocks, self.query_block, self.group, -1
+        )
         x = x.transpose(0, 2, 3, 1, 4, 5)
         x = x.reshape(self.batch, -1, self.kv_heads * self.group, x.shape[-1])
         return x[:, : self.query_len]

@@ -124,9 +124,7 @@ class Striped(Layout):
         return slots * num_shards + shard
 
 
-LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())
-}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
 
 
 def get_layout(name: str) -> Layout:

@@ -48,9 +48,7 @@ def pairs_per_query(
     return count
 
 
-def visible_pairs(
-    mask: Mask, seq_len: int, segment_ids: NDArray[np.int32] | None = None
-) -> int:
+def visible_pairs(mask: Mask, seq_len: int, segment_ids: NDArray[np.int32] | None = None) -> int:
     """Counts the visible (query, key) pairs of one row: the work of attention per head.
 
     Args:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(spec: str, x: Inexact[Array, "..."], weight: Float[Array, "..."]) -> Array:
+def linear(spec: str, x: Inexact[Array, ...], weight: Float[Array, ...]) -> Array:
     """`jnp.einsum(spec, x, weight)`, computed and returned in the type of x.
 
     The gradient of the weight comes in the weight's own type. With float32 weights and bfloat16

@@ -30,7 +30,9 @@ def merge(
     first_weight, second_weight = jnp.exp(first_lse - shift), jnp.exp(second_lse - shift)
     total = first_weight + second_weight
     scale = 1 / jnp.where(total == 0, 1, total)
-    out = _per_head(first_weight * scale) * first_out + _per_head(second_weight * scale) * second_out
+    out = (
+        _per_head(first_weight * scale) * first_out + _per_head(second_weight * scale) * second_out
+    )
     return out, shift + jnp.log(total)
 
 
