@@ -1,5 +1,7 @@
 """Schedules: balance, bytes, and which combinations are possible."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def test_steps_bring_every_shard_every_key_once(strategy):
     for shard in range(split.sequence):
         sources = [source for step in steps for source in step.sources[shard]]
         assert sorted(sources) == list(range(split.sequence))
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         assert step.sends_to is not None
         for sender, receiver in enumerate(step.sends_to):
             assert following.sources[receiver] == step.sources[sender]
@@ -118,6 +120,6 @@ def test_refusals_give_rule_values_and_remedy():
         check("ring", 4, 1, num_heads=8, num_kv_heads=2, seq_len=12)
     with pytest.raises(ValueError, match="seq_len must be a multiple of 24"):
         check("usp", 4, 3, num_heads=6, num_kv_heads=2, seq_len=8)
-    with pytest.raises(ValueError, match='strategy must be one of.*did you mean "ring"'):
+    with pytest.raises(ValueError, match=r'strategy must be one of.*did you mean "ring"'):
         schedules.degrees("rings", 4, 1)
     check("ulysses", 1, 8, num_heads=8, num_kv_heads=2, seq_len=64)

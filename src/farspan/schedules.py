@@ -314,7 +314,10 @@ def choose_strategy(
     """Chooses a strategy by the bytes it sends, for `strategy="auto"`.
 
     Args:
-      num_heads, num_kv_heads, size, tensor: As in `choose_ulysses_degree`.
+      num_heads: As in `choose_ulysses_degree`.
+      num_kv_heads: As in `choose_ulysses_degree`.
+      size: As in `choose_ulysses_degree`.
+      tensor: As in `choose_ulysses_degree`.
 
     Returns:
       `(strategy, ulysses_degree)`: ring, usp or ulysses, as the best degree is 1, less than `size`,

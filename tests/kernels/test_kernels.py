@@ -153,11 +153,11 @@ def test_empty_blocks_are_never_visited():
     query = jnp.zeros((1, 512, 4, 8))
     kernel = XlaKernel(rows=32 * 4, key_block=32)
     grid = _Grid.make(kernel, query, query[:, :, :1], tokens, tokens, Scores(farspan.Causal(), 1.0))
-    visits = [int(grid.row(jnp.asarray(place)).count) for place in range(grid.num_rows)]
+    visits = [int(grid.row(jnp.asarray(place)).visits) for place in range(grid.num_rows)]
     assert visits == [1, 2] * 8
     assert [int(x) for x in grid.row(jnp.asarray(5)).order[:2]] == [4, 5]
 
 
 def test_unknown_kernel_names_the_nearest():
-    with pytest.raises(ValueError, match='kernel must be one of.*did you mean "xla"'):
+    with pytest.raises(ValueError, match=r'kernel must be one of.*did you mean "xla"'):
         get_kernel("xlaa")

@@ -1,4 +1,4 @@
-"""A mask is one statement; the dense matrix, the block classes and the counts must agree with it."""
+"""A mask is one statement; dense matrix, block classes and counts must agree with it."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from farspan.masks import Tokens, block_extents, block_map, classify, pairs_per_
 from farspan.masks import visible_pairs as count_pairs
 
 PREDICATES = {
-    farspan.Full(): lambda q, k: True,
+    farspan.Full(): lambda *_: True,
     farspan.Causal(): lambda q, k: k <= q,
     farspan.SlidingWindow(3, 0): lambda q, k: q - 3 <= k <= q,
     farspan.SlidingWindow(2, 5): lambda q, k: q - 2 <= k <= q + 5,

@@ -35,7 +35,8 @@ def shard_sequence(arrays: Any, context: ContextParallel) -> Any:
     lengths = {x.shape[1] for x in leaves}
     if len(lengths) != 1:
         raise ValueError(
-            f"shard_sequence: arrays must share one sequence length along axis 1, got {sorted(lengths)}"
+            "shard_sequence: arrays must share one sequence length along axis 1, "
+            f"got {sorted(lengths)}"
         )
     seq_len = lengths.pop()
     padding = -seq_len % context.sequence_multiple

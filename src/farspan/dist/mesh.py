@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def make_mesh(
     cp_ring: int = 1,
     cp_ulysses: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Makes a device mesh with Farspan's axes.
 
@@ -41,7 +42,7 @@ def make_mesh(
       cp_ring: Shards of the sequence, outer.
       cp_ulysses: Shards of the sequence, inner.
       tensor: Shards of heads and feed-forward width.
-      devices: Devices to use, in order; by default the first of `jax.devices()`.
+      devices: JAX devices to use, in order; by default the first of `jax.devices()`.
 
     Returns:
       A mesh with all axes of `AXES`, with automatic sharding on each.

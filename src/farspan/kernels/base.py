@@ -78,11 +78,15 @@ class Kernel(Protocol):
         step of a ring, and so that a gradient through `lse` enters at one place.
 
         Args:
-          query, key, value: As in `forward`.
+          query: As in `forward`.
+          key: As in `forward`.
+          value: As in `forward`.
           dout: Gradient of the output.
           lse: Log-sum-exp over ALL keys of the row (not only these), -inf where there is none.
           delta: `sum(out * dout) - dlse` per query and head.
-          query_tokens, key_tokens, scores: As in `forward`.
+          query_tokens: As in `forward`.
+          key_tokens: As in `forward`.
+          scores: As in `forward`.
 
         Returns:
           `(dq, dk, dv)`, to be summed over the blocks of keys and of queries.

@@ -76,7 +76,7 @@ class XlaKernel:
 
             greatest, total, out = lax.fori_loop(
                 0,
-                row.count,
+                row.visits,
                 visit,
                 (
                     jnp.full((grid.rows,), _MASKED, dtype),
@@ -139,7 +139,7 @@ class XlaKernel:
                 return dkey, dvalue, dquery + grid.dot(key_column, dscore, 1, 0)
 
             dkey, dvalue, dquery = lax.fori_loop(
-                0, row.count, visit, (*totals, jnp.zeros((query.shape[-1], grid.rows), dtype))
+                0, row.visits, visit, (*totals, jnp.zeros((query.shape[-1], grid.rows), dtype))
             )
             return (dkey, dvalue), dquery.T * scores.scale
 
@@ -154,8 +154,8 @@ class _Row(NamedTuple):
     batch: Array
     head: Array
     block: Array
-    order: Int[Array, " key_blocks"]  # key blocks to visit: the first `count` entries
-    count: Array
+    order: Int[Array, " key_blocks"]  # key blocks to visit: the first `visits` entries
+    visits: Array
     whole: Array  # bool [key_blocks]: every query sees every key
     tokens: Tokens  # of the queries, [queries]
 

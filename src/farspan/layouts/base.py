@@ -95,6 +95,7 @@ class Contiguous(Layout):
         super().__init__("contiguous", 1)
 
     def token_index(self, shard: Any, seq_len: int, num_shards: int, slots: Any) -> Any:
+        """See `Layout.token_index`."""
         return shard * (seq_len // num_shards) + slots
 
 
@@ -105,6 +106,7 @@ class Zigzag(Layout):
         super().__init__("zigzag", 2)
 
     def token_index(self, shard: Any, seq_len: int, num_shards: int, slots: Any) -> Any:
+        """See `Layout.token_index`."""
         chunk = seq_len // (2 * num_shards)
         late = slots >= chunk
         return shard * chunk + slots + late * (2 * num_shards - 2 - 2 * shard) * chunk
@@ -120,6 +122,7 @@ class Striped(Layout):
         super().__init__("striped", 1)
 
     def token_index(self, shard: Any, seq_len: int, num_shards: int, slots: Any) -> Any:
+        """See `Layout.token_index`."""
         del seq_len
         return slots * num_shards + shard
 

@@ -51,6 +51,7 @@ class Full(Mask):
     """Every query sees every key."""
 
     def key_ranges(self, query_index: Any) -> Ranges:
+        """See `Mask.key_ranges`."""
         del query_index
         return ((-UNBOUNDED, UNBOUNDED),)
 
@@ -60,6 +61,7 @@ class Causal(Mask):
     """A query sees itself and every key before it."""
 
     def key_ranges(self, query_index: Any) -> Ranges:
+        """See `Mask.key_ranges`."""
         return ((-UNBOUNDED, query_index + 1),)
 
 
@@ -85,10 +87,12 @@ class SlidingWindow(Mask):
         for name, value in (("left", self.left), ("right", self.right)):
             if value is not None and not 0 <= value < 2**30:
                 raise ValueError(
-                    f"SlidingWindow: {name} must be in 0..2**30 - 1 or None (unbounded), got {value}"
+                    f"SlidingWindow: {name} must be in 0..2**30 - 1 or None (unbounded), "
+                    f"got {value}"
                 )
 
     def key_ranges(self, query_index: Any) -> Ranges:
+        """See `Mask.key_ranges`."""
         lo = -UNBOUNDED if self.left is None else query_index - self.left
         hi = UNBOUNDED if self.right is None else query_index + (self.right + 1)
         return ((lo, hi),)
@@ -102,6 +106,7 @@ class Intersection(Mask):
     second: Mask
 
     def key_ranges(self, query_index: Any) -> Ranges:
+        """See `Mask.key_ranges`."""
         return tuple(
             (_later(lo, other_lo), _earlier(hi, other_hi))
             for lo, hi in self.first.key_ranges(query_index)
@@ -117,6 +122,7 @@ class Union(Mask):
     second: Mask
 
     def key_ranges(self, query_index: Any) -> Ranges:
+        """See `Mask.key_ranges`."""
         return self.first.key_ranges(query_index) + self.second.key_ranges(query_index)
 
 

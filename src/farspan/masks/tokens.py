@@ -129,7 +129,8 @@ def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
         possible = possible | ((key.index_max >= lo_least) & (key.index_min < hi_greatest))
         certain = certain | ((key.index_min >= lo_greatest) & (key.index_max < hi_least))
     possible = possible & (key.index_min <= key.index_max) & (query.index_min <= query.index_max)
-    if query.segment_min is not None and key.segment_min is not None:
+    if query.segment_min is not None:
+        assert key.segment_min is not None, "queries and keys both have segments, or neither has"
         possible = (
             possible
             & (query.segment_min <= key.segment_max)
@@ -140,8 +141,8 @@ def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
             & (query.segment_min == query.segment_max)
             & (key.segment_min == key.segment_max)
             & (query.segment_min == key.segment_min)
-            & ~query.padded
-            & ~key.padded
+            & (query.padded == 0)
+            & (key.padded == 0)
         )
     return possible, certain & possible
 

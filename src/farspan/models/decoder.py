@@ -176,10 +176,10 @@ def forward(
     tables = rope_tables(positions, config.head_dim, config.rope_theta)
     stream = runtime.constrain(runtime.embed(params.embedding, tokens).astype(config.dtype))
 
-    def layer(stream: Array, weights: LayerParams) -> Array:
+    def fetch_and_run(stream: Array, weights: LayerParams) -> Array:
         return decoder_layer(runtime.fetch("layers", weights), stream, tables, config, runtime)
 
-    layer = _with_remat(layer, config)
+    layer = _with_remat(fetch_and_run, config)
     if config.scan_layers:
         stream, _ = lax.scan(lambda x, weights: (layer(x, weights), None), stream, params.layers)
     else:
@@ -189,7 +189,7 @@ def forward(
 
 
 def output_head(params: Params) -> Float[Array, "M V"]:
-    """The output head: logits are `hidden @ output_head(params)`."""
+    """Gives the matrix that turns final hidden states into logits."""
     return params.embedding.T if params.head is None else params.head
 
 

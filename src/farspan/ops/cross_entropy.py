@@ -56,7 +56,9 @@ def cross_entropy_gradients(
     """Gradients of `cross_entropy_sum`, its logits made anew tile by tile.
 
     Args:
-      hidden, head, labels: As in `cross_entropy_sum`.
+      hidden: As in `cross_entropy_sum`.
+      head: As in `cross_entropy_sum`.
+      labels: As in `cross_entropy_sum`.
       dloss: Gradient of the sum.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The dense float64 oracle: attention by its definition, in NumPy, with its gradients in closed form.
+"""The dense float64 oracle: attention by its definition, and its gradients in closed form.
 
 Shares no code with the kernels or strategies that it judges, only the statement of the mask.
 """
@@ -32,7 +32,9 @@ def dense_attention(
     """`farspan.attention` without a context, computed densely in float64.
 
     Args:
-      query, key, value: `[B, S, H, D]`, `[B, S, K, D]`, `[B, S, K, Dv]`, in the order of the text.
+      query: `[B, S, H, D]`, in the order of the text.
+      key: `[B, S, K, D]`.
+      value: `[B, S, K, Dv]`.
       return_lse: Whether to return the log-sum-exp, too.
       **arguments: `mask`, `segment_ids`, `positions`, `scale`, `logits_soft_cap` and `sinks`, as
         in `farspan.attention`.
@@ -64,10 +66,17 @@ def dense_attention_vjp(
     """Outputs of dense attention and the gradients that belong to `dout` and `dlse`.
 
     Args:
-      query, key, value: As in `dense_attention`.
+      query: As in `farspan.attention`.
+      key: As in `farspan.attention`.
+      value: As in `farspan.attention`.
       dout: Gradient of the output, `[B, S, H, Dv]`, or None for no gradients.
       dlse: Gradient of the log-sum-exp, `[B, H, S]`, or None for 0.
-      mask, segment_ids, positions, scale, logits_soft_cap, sinks: As in `farspan.attention`.
+      mask: As in `farspan.attention`.
+      segment_ids: As in `farspan.attention`.
+      positions: As in `farspan.attention`.
+      scale: As in `farspan.attention`.
+      logits_soft_cap: As in `farspan.attention`.
+      sinks: As in `farspan.attention`.
 
     Returns:
       All outputs and gradients, float64.

@@ -38,7 +38,7 @@ class AttentionCase:
       seed: Of the random inputs.
     """
 
-    mask: Mask = Causal()
+    mask: Mask = dataclasses.field(default_factory=Causal)
     batch: int = 2
     seq_len: int = 64
     num_heads: int = 8
