@@ -1,4 +1,4 @@
-"""Where parameters lie: one small table, and the fetch that goes with it."""
+"""Where parameters lie: one small table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from farspan.dist.mesh import PARAMETER_AXES, axis_product, present
 
@@ -49,34 +48,3 @@ def parameter_shardings(params: Any, axes: Any, mesh: Mesh) -> Any:
         lambda x, names: NamedSharding(mesh, parameter_spec(x.shape, names, mesh)), params, axes
     )
 
-
-def gather(x: Array, sharding: NamedSharding, dtype: Any) -> Array:
-    """Fetches a whole parameter for use, rounded to the type of the computation.
-
-    The rounding comes before the wire; the result is handed over in the parameter's own type, so
-    that its gradient is summed over devices in that type. Backward sends the gradient straight to
-    its shard: a reduce and scatter, where differentiating a plain constraint would sum it whole on
-    every device.
-
-    Args:
-      x: A parameter, split as `sharding` says.
-      sharding: Where it lies.
-      dtype: Type to compute in.
-
-    Returns:
-      The parameter, whole on every device.
-    """
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-
-    @jax.custom_vjp
-    def fetch(x: Array) -> Array:
-        return jax.lax.with_sharding_constraint(x.astype(dtype), whole).astype(x.dtype)
-
-    def fetch_forward(x: Array) -> tuple[Array, None]:
-        return fetch(x), None
-
-    def fetch_backward(_: None, gradient: Array) -> tuple[Array]:
-        return (jax.lax.with_sharding_constraint(gradient, sharding),)
-
-    fetch.defvjp(fetch_forward, fetch_backward)
-    return fetch(x)

@@ -1,7 +1,7 @@
 """A Llama-style decoder: plain functions over dataclass pytrees.
 
-The model sees no devices. Whoever calls it hands over three functions (`Runtime`): attention, how
-activations are kept split, and how a layer's parameters are fetched.
+The model sees no devices. Whoever calls it hands over the functions (`Runtime`) in which tokens
+meet each other or a parameter, and which therefore depend on how both are split.
 
 Source: Llama, arXiv:2302.13971; Llama 3, arXiv:2407.21783.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,22 @@ class AttentionFn(Protocol):
         ...
 
 
+PROJECTIONS = {
+    "query": "bsm,mhd->bshd",
+    "key": "bsm,mkd->bskd",
+    "value": "bsm,mkd->bskd",
+    "out": "bshd,hdm->bsm",
+    "gate": "bsm,mf->bsf",
+    "up": "bsm,mf->bsf",
+    "down": "bsf,fm->bsm",
+}
+"""What each matrix of a layer does, as an einsum of activations and matrix."""
+
+
+def _project(name: str, x: Array, weight: Array) -> Array:
+    return linear(PROJECTIONS[name], x, weight)
+
+
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """What the model is given to run with.
@@ -40,15 +56,14 @@ class Runtime:
     Attributes:
       attention: Brings tokens together.
       embed: Looks tokens `[B, S]` up in the embedding `[V, M]`.
+      project: Multiplies activations with a matrix of a layer, which is named as in `PROJECTIONS`.
       constrain: Applied to activations `[B, S, M]`: keeps them split over devices.
-      fetch: Given the name of a field of `Params` and that field (of `layers`, one layer of it),
-        right before use: gathers what is split over devices.
     """
 
     attention: AttentionFn
     embed: Callable[[Array, Array], Array] = lambda table, tokens: table[tokens]
+    project: Callable[[str, Array, Array], Array] = _project
     constrain: Callable[[Array], Array] = lambda x: x
-    fetch: Callable[[str, Any], Any] = lambda _, weights: weights
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +112,10 @@ class Params:
     head: Leaf | None
 
 
+HEAD_AXES = ("model", "vocab")
+"""Names of the axes of the output head, tied or not."""
+
+
 def logical_axes(config: DecoderConfig) -> Params:
     """Names of the axes of every parameter, for the table that shards them (`dist.sharding`)."""
     return Params(
@@ -113,7 +132,7 @@ def logical_axes(config: DecoderConfig) -> Params:
             down=("layer", "ffn", "model"),
         ),
         final_norm=("norm",),
-        head=None if config.tie_embeddings else ("model", "vocab"),
+        head=None if config.tie_embeddings else HEAD_AXES,
     )
 
 
@@ -176,16 +195,16 @@ def forward(
     tables = rope_tables(positions, config.head_dim, config.rope_theta)
     stream = runtime.constrain(runtime.embed(params.embedding, tokens).astype(config.dtype))
 
-    def fetch_and_run(stream: Array, weights: LayerParams) -> Array:
-        return decoder_layer(runtime.fetch("layers", weights), stream, tables, config, runtime)
+    def run_layer(stream: Array, weights: LayerParams) -> Array:
+        return decoder_layer(weights, stream, tables, config, runtime)
 
-    layer = _with_remat(fetch_and_run, config)
+    layer = _with_remat(run_layer, config)
     if config.scan_layers:
         stream, _ = lax.scan(lambda x, weights: (layer(x, weights), None), stream, params.layers)
     else:
         for index in range(config.num_layers):
             stream = layer(stream, jax.tree.map(lambda x, index=index: x[index], params.layers))
-    return rms_norm(stream, runtime.fetch("final_norm", params.final_norm), config.norm_eps)
+    return rms_norm(stream, params.final_norm, config.norm_eps)
 
 
 def output_head(params: Params) -> Float[Array, "M V"]:
@@ -212,16 +231,15 @@ def decoder_layer(
     Returns:
       The stream after the layer.
     """
+    project = runtime.project
     x = rms_norm(stream, weights.attention_norm, config.norm_eps)
-    query = apply_rope(linear("bsm,mhd->bshd", x, weights.query), tables)
-    key = apply_rope(linear("bsm,mkd->bskd", x, weights.key), tables)
-    value = linear("bsm,mkd->bskd", x, weights.value)
-    attended = runtime.attention(query, key, value)
-    stream = runtime.constrain(stream + linear("bshd,hdm->bsm", attended, weights.out))
+    query = apply_rope(project("query", x, weights.query), tables)
+    key = apply_rope(project("key", x, weights.key), tables)
+    attended = runtime.attention(query, key, project("value", x, weights.value))
+    stream = runtime.constrain(stream + project("out", attended, weights.out))
     x = rms_norm(stream, weights.ffn_norm, config.norm_eps)
-    gate = jax.nn.silu(linear("bsm,mf->bsf", x, weights.gate))
-    up = linear("bsm,mf->bsf", x, weights.up)
-    return runtime.constrain(stream + linear("bsf,fm->bsm", gate * up, weights.down))
+    gated = jax.nn.silu(project("gate", x, weights.gate)) * project("up", x, weights.up)
+    return runtime.constrain(stream + project("down", gated, weights.down))
 
 
 def _with_remat(

@@ -1,8 +1,8 @@
 """Parity of a split training run with the same run on one device: gradients, losses, repetition.
 
-The gradients are those that the training step itself used: after one step from a zero state, Adam's
-first moment is `1 - beta1` times the (clipped) gradient. So one compiled program is checked, the one
-that trains, and not a second one that only resembles it.
+The gradients are those that the training step itself used: after one step from a zero state,
+Adam's first moment is `1 - beta1` times the (clipped) gradient. So one compiled program is checked,
+the one that trains, and not a second one that only resembles it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from farspan.data import Batch, Piece, build_batch
 from farspan.testing.parity import BF16_FACTOR, F32_TOLERANCE, Parity, relative_error
 from farspan.train.config import OptimizerConfig, TrainConfig
-from farspan.train.step import TrainSetup, build_setup
+from farspan.train.step import TrainSetup, TrainState, build_setup
 
 STEPS = 5
 """Optimizer steps of a run."""
@@ -48,6 +49,15 @@ class ModelRun(NamedTuple):
     gradients: dict[str, Any]
     digests: dict[str, str]
 
+    def quantities(self) -> dict[str, Any]:
+        """What parity is asked of: the loss, each gradient, then losses and norms along the run."""
+        return {
+            "loss": self.losses[0],
+            **{f"gradient of {name}": gradient for name, gradient in self.gradients.items()},
+            f"losses of {STEPS} steps": self.losses,
+            f"gradient norms of {STEPS} steps": self.grad_norms,
+        }
+
 
 def document_lengths(seq_len: int, pieces: int) -> tuple[int, ...]:
     """Lengths of documents that make a packed row hard to split.
@@ -57,8 +67,8 @@ def document_lengths(seq_len: int, pieces: int) -> tuple[int, ...]:
       pieces: Equal pieces that devices hold; at least 2.
 
     Returns:
-      Lengths with which a document ends at every edge of a piece, and padding fills half of the last
-      piece. Rotated by one (first length last), a document crosses every edge instead.
+      Lengths with which a document ends at every edge of a piece, and padding fills half of the
+      last piece. Rotated by one (first length last), a document crosses every edge instead.
     """
     length = seq_len // pieces
     first = length // 3
@@ -98,10 +108,10 @@ def model_batch(
 
 
 def unsplit(config: TrainConfig) -> TrainConfig:
-    """The same run on one device."""
+    """The same run on one device, where all-gather is ordinary attention."""
     parallel = dataclasses.replace(
         config.parallel,
-        context_parallel_strategy="ring",
+        context_parallel_strategy="all_gather",
         context_parallel_size=1,
         context_parallel_ulysses_size=0,
         data_parallel_size=1,
@@ -121,8 +131,22 @@ def is_float32(config: TrainConfig) -> bool:
     return config == in_float32(config)
 
 
-def run_model(config: TrainConfig, batch: Batch, *, repeats: int = 1) -> list[ModelRun]:
-    """Trains on one batch for `STEPS` steps, from the initial state.
+def initial_state(config: TrainConfig) -> TrainState:
+    """Draws the state that all runs of a comparison start from: on one device, then on the host.
+
+    Args:
+      config: The run; its sizes and its seed count.
+
+    Returns:
+      NumPy arrays, parameters float32.
+    """
+    return jax.tree.map(np.asarray, build_setup(in_float32(unsplit(config))).init_state())
+
+
+def run_model(
+    config: TrainConfig, batch: Batch, initial: TrainState, *, repeats: int = 1
+) -> list[ModelRun]:
+    """Trains on one batch for `STEPS` steps.
 
     float32 products are computed in full float32, whatever the platform's default: on accelerators
     that default rounds their operands, and a deviation could no longer be told from rounding.
@@ -130,6 +154,7 @@ def run_model(config: TrainConfig, batch: Batch, *, repeats: int = 1) -> list[Mo
     Args:
       config: The run; `batch_size` rows of `seq_len` tokens.
       batch: Trained on in every step.
+      initial: From `initial_state`.
       repeats: How often to do so, with one compiled program.
 
     Returns:
@@ -139,8 +164,9 @@ def run_model(config: TrainConfig, batch: Batch, *, repeats: int = 1) -> list[Mo
       ValueError: If the configuration is not possible.
     """
     setup = build_setup(config)
-    with jax.default_matmul_precision("highest" if is_float32(config) else None):
-        return [_run_once(setup, batch) for _ in range(repeats)]
+    exact = jax.default_matmul_precision("highest") if is_float32(config) else nullcontext()
+    with exact:
+        return [_run_once(setup, batch, initial) for _ in range(repeats)]
 
 
 def model_parity(split: ModelRun, whole: ModelRun, num_layers: int) -> list[Parity]:
@@ -153,19 +179,15 @@ def model_parity(split: ModelRun, whole: ModelRun, num_layers: int) -> list[Pari
         through every layer forward and backward, and may err as much in each pass.
 
     Returns:
-      A row for the loss, for the gradient of each parameter, and for losses and gradient norms along
-      the steps.
+      A row for the loss, for the gradient of each parameter, and for losses and gradient norms
+      along the steps.
     """
-    passes = 2 * num_layers
+    gradients = [2 * num_layers * F32_TOLERANCE] * len(split.gradients)
+    limits = [F32_TOLERANCE, *gradients, STEPS_TOLERANCE, STEPS_TOLERANCE]
+    expected = whole.quantities()
     return [
-        Parity(
-            quantity,
-            relative_error(value, expected),
-            {"loss": F32_TOLERANCE, "gradient": passes * F32_TOLERANCE}.get(
-                quantity.split()[0].rstrip(","), STEPS_TOLERANCE
-            ),
-        )
-        for quantity, value, expected in _paired(split, whole)
+        Parity(name, relative_error(value, expected[name]), limit)
+        for (name, value), limit in zip(split.quantities().items(), limits, strict=True)
     ]
 
 
@@ -181,15 +203,13 @@ def rounded_model_parity(split: ModelRun, whole: ModelRun, exact: ModelRun) -> l
       Rows as of `model_parity`; errors are against `exact`, and those of `split` may be twice those
       of `whole`, or one rounding step of bfloat16.
     """
-    errors = [relative_error(value, expected) for _, value, expected in _paired(whole, exact)]
-    return [
-        Parity(
-            quantity,
-            relative_error(value, expected),
-            max(BF16_FACTOR * error, BF16_EPSILON),
-        )
-        for (quantity, value, expected), error in zip(_paired(split, exact), errors, strict=True)
-    ]
+    unsplit_run, expected = whole.quantities(), exact.quantities()
+    rows: list[Parity] = []
+    for name, value in split.quantities().items():
+        inherent = relative_error(unsplit_run[name], expected[name])
+        limit = max(BF16_FACTOR * inherent, BF16_EPSILON)
+        rows.append(Parity(name, relative_error(value, expected[name]), limit))
+    return rows
 
 
 def repetition(first: ModelRun, second: ModelRun) -> list[Parity]:
@@ -200,6 +220,45 @@ def repetition(first: ModelRun, second: ModelRun) -> list[Parity]:
     )
     arrays = sum(digest != second.digests[name] for name, digest in first.digests.items())
     return [
-        Parity(f"losses and gradient norms of {STEPS} steps", float(numbers), 0.0),
-        Parity(f"arrays of the state after {STEPS} steps", float(arrays), 0.0),
+        Parity("differing losses and norms", float(numbers), 0.0),
+        Parity("differing arrays of the state", float(arrays), 0.0),
     ]
+
+
+def _run_once(setup: TrainSetup, batch: Batch, initial: TrainState) -> ModelRun:
+    def put(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(x.astype(like.dtype), like.sharding)
+
+    placed = setup.place(batch)
+    state: TrainState = jax.tree.map(put, initial, setup.abstract_state())
+    metrics: list[dict[str, Any]] = []
+    gradients: dict[str, Any] = {}
+    for step in range(STEPS):
+        state, found = setup.step(state, placed)
+        metrics.append(found)
+        if step == 0:
+            moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+            factor = _gradient_factor(setup.config.optimizer, float(found["grad_norm"]))
+            gradients = {
+                name: np.asarray(x).astype(np.float64) * factor for name, x in _named(moment)
+            }
+    return ModelRun(
+        losses=np.array([float(found["loss"]) for found in metrics]),
+        grad_norms=np.array([float(found["grad_norm"]) for found in metrics]),
+        gradients=gradients,
+        digests={
+            name: hashlib.blake2b(np.asarray(x).tobytes()).hexdigest() for name, x in _named(state)
+        },
+    )
+
+
+def _gradient_factor(optimizer: OptimizerConfig, grad_norm: float) -> float:
+    """What turns Adam's first moment after one step into the gradient before clipping."""
+    clipped = 0 < optimizer.clip_norm <= grad_norm
+    scale = grad_norm / optimizer.clip_norm if clipped else 1.0
+    return scale / (1 - optimizer.beta1)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path).removeprefix("."), leaf) for path, leaf in leaves]

@@ -1,0 +1,1 @@
+"""The command line. Modules here import JAX only once parsing has succeeded."""

@@ -1,0 +1,83 @@
+"""Entry point of `farspan`: finds the command and reports errors without a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from farspan.errors import unknown_choice
+
+COMMANDS = {
+    "train": "Train a language model from a recipe.",
+    "verify": "Check on your own devices that split training is exact.",
+}
+
+_EXTRA_MODULES = ("grain", "optax", "orbax", "rich", "tyro")  # of the extra named train
+_USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    A mistake in the arguments, configuration or data prints `error: ...` and returns 2; a run that
+    fails returns 1. `--debug`, or FARSPAN_DEBUG=1 in the environment, adds the traceback.
+
+    Args:
+      argv: Arguments after the program's name; those of the process by default.
+
+    Returns:
+      The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or os.environ.get("FARSPAN_DEBUG", "0") not in ("", "0")
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        return _dispatch(arguments)
+    except SystemExit as stop:  # tyro, after it printed help or an error
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return _INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA_MODULES:
+            raise
+        sys.stderr.write(f"error: this command needs {error.name}; pip install 'farspan[train]'\n")
+        return _FAILURE
+    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        return _USAGE_ERROR if isinstance(error, (ValueError, FileNotFoundError)) else _FAILURE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if arguments[0] == "--version":
+        sys.stdout.write(f"farspan {importlib.metadata.version('farspan')}\n")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        raise unknown_choice("command", command, COMMANDS)
+    return importlib.import_module(f"farspan.cli.{command}").main(rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: farspan COMMAND [arguments] [--debug]\n\n"
+        "Exact context-parallel training of language models in JAX.\n\n"
+        f"commands:\n{commands}\n\n"
+        "`farspan COMMAND --help` lists the arguments of a command; --debug adds the traceback to "
+        "an error.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training: configuration, optimizer, step, checkpoint, loop, metrics."""

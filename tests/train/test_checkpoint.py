@@ -1,0 +1,175 @@
+"""Checkpoints: exact, on any mesh, and never silently wrong or missing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from farspan.train.checkpoint import CheckpointError, Checkpoints
+
+CONFIG = {"model": {"num_layers": 2}, "seed": 0}
+
+
+def make_state(value: float, mesh_shape: tuple[int, int] = (2, 4)) -> dict[str, Any]:
+    devices = np.array(jax.devices()[: np.prod(mesh_shape)]).reshape(mesh_shape)
+    mesh = Mesh(devices, ("data", "context"))
+    split = NamedSharding(mesh, PartitionSpec(("data", "context")))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return {
+        "step": jax.device_put(jnp.int32(value), whole),
+        "params": [
+            {"w": jax.device_put(jnp.full((64, 8), value, jnp.float32), split)},
+            {"w": jax.device_put(jnp.full((3,), value, jnp.bfloat16), whole)},
+        ],
+    }
+
+
+def abstract(state: Any, **changes: Any) -> Any:
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+    return {**shapes, **changes}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
+    with Checkpoints(tmp_path, keep=3) as opened:
+        yield opened
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run folder with the checkpoints of steps 1 and 2."""
+    with Checkpoints(tmp_path, keep=3) as opened:
+        for step in (1, 2):
+            opened.save(step, make_state(step), {"row": step}, CONFIG)
+    return tmp_path
+
+
+def test_an_empty_folder_has_no_checkpoint(checkpoints: Checkpoints) -> None:
+    assert checkpoints.newest() is None
+
+
+@pytest.mark.smoke
+def test_the_newest_are_kept_and_read_back_whole(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=2) as opened:
+        for step in range(1, 5):
+            opened.save(step, make_state(step), {"row": step}, CONFIG)
+    with Checkpoints(tmp_path, keep=2) as opened:
+        assert opened.newest() == 4
+        assert sorted(path.name for path in opened.directory.iterdir()) == ["3", "4"]
+        assert opened.saved_config(4) == CONFIG
+        state, loader_state = opened.restore(4, abstract(make_state(0)))
+    assert loader_state == {"row": 4}
+    jax.tree.map(np.testing.assert_array_equal, state, make_state(4))
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 8), (8, 1), (1, 1)])
+def test_another_mesh_restores_the_same_bits(saved: Path, mesh_shape: tuple[int, int]) -> None:
+    wanted = make_state(2, mesh_shape)
+    with Checkpoints(saved, keep=3) as opened:
+        state, _ = opened.restore(2, abstract(wanted))
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, wanted
+    )
+
+
+def test_donating_the_state_right_after_a_save_does_not_change_what_is_written(
+    tmp_path: Path,
+) -> None:
+    bump = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    state = make_state(0)
+    with Checkpoints(tmp_path, keep=20) as opened:
+        for step in range(1, 21):
+            state = bump(state)
+            opened.save(step, state, {}, CONFIG)
+    with Checkpoints(tmp_path, keep=20) as opened:
+        for step in range(1, 21):
+            restored, _ = opened.restore(step, abstract(make_state(0)))
+            jax.tree.map(np.testing.assert_array_equal, restored, make_state(step))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"step": jax.ShapeDtypeStruct((), jnp.float32)}, r"step: checkpoint int32\[\], run float"),
+        ({"step": jax.ShapeDtypeStruct((2,), jnp.int32)}, r"int32\[\], run int32\[2\]"),
+        ({"extra": jax.ShapeDtypeStruct((), jnp.int32)}, "extra: checkpoint has none"),
+        ({"params": []}, r"params.0.w: checkpoint float32\[64, 8\], run has none"),
+    ],
+)
+def test_another_dtype_shape_or_name_is_an_error_and_never_a_cast(
+    saved: Path, changes: Any, difference: str
+) -> None:
+    with (
+        Checkpoints(saved, keep=3) as opened,
+        pytest.raises(ValueError, match=f"checkpoint: .*{difference}.*another --run-dir"),
+    ):
+        opened.restore(2, abstract(make_state(0), **changes))
+
+
+def test_a_failed_background_write_is_raised_and_the_step_before_stays_newest(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        await asyncio.sleep(1.0)  # until the threads that write the arrays are done
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", fail)
+    with (
+        pytest.raises(CheckpointError, match="no space left"),
+        Checkpoints(saved, keep=3) as opened,
+    ):
+        opened.save(3, make_state(3), {"row": 3}, CONFIG)
+    monkeypatch.undo()
+    with Checkpoints(saved, keep=3) as again:
+        assert again.newest() == 2
+        assert not list(again.directory.glob("*tmp*"))
+        assert again.restore(2, abstract(make_state(0)))[1] == {"row": 2}
+
+
+@pytest.mark.parametrize("missing", ["state", "loader", "state/manifest.ocdbt"])
+def test_a_truncated_checkpoint_is_named_with_the_step_to_go_back_to(
+    saved: Path, missing: str
+) -> None:
+    target = saved / "checkpoints" / "2" / missing
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    with (
+        Checkpoints(saved, keep=3) as opened,
+        pytest.raises(ValueError, match=r"2 must be a complete checkpoint.*go on from step 1"),
+    ):
+        opened.restore(2, abstract(make_state(0)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "7" / "model.bin").mkdir(parents=True)
+    with (
+        Checkpoints(tmp_path, keep=3) as opened,
+        pytest.raises(ValueError, match=r"7 must be a complete checkpoint.*to start again"),
+    ):
+        opened.saved_config(opened.newest() or 0)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ValueError, match="must be a folder"):
+        Checkpoints(tmp_path, keep=3)
+
+
+def test_what_a_killed_save_left_is_removed_and_not_restored(saved: Path) -> None:
+    shutil.copytree(saved / "checkpoints" / "2", saved / "checkpoints" / "3.orbax-checkpoint-tmp")
+    with Checkpoints(saved, keep=3) as opened:
+        assert opened.newest() == 2
+        assert not (opened.directory / "3.orbax-checkpoint-tmp").exists()

@@ -1,0 +1,145 @@
+"""Configuration: ranges, counts, and which changes a resumed run may make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from farspan.layouts import get_layout
+from farspan.recipes import RECIPES, get_recipe
+from farspan.schedules import STRATEGIES
+from farspan.train.config import (
+    ParallelConfig,
+    device_count,
+    flatten,
+    fresh_run_dir,
+    to_dict,
+    validate,
+)
+from farspan.train.resume import check_resumable
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_valid_and_json(name: str) -> None:
+    config = RECIPES[name].build()
+    validate(config)
+    assert json.loads(json.dumps(to_dict(config))) == to_dict(config)
+    assert RECIPES[name].description.endswith(".")
+
+
+def test_quickstart_spreads_a_row_over_ring_4_x_ulysses_2() -> None:
+    config = get_recipe("quickstart").build()
+    assert config.data.seq_len == 8192
+    assert device_count(config) == 8
+    assert config.parallel.context_parallel_strategy == "usp"
+    assert config.parallel.context_parallel_ulysses_size == 2
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match='did you mean "quickstart"'):
+        get_recipe("quickstrat")
+    assert get_recipe("llama3-8b-long") is RECIPES["llama3_8b_long"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("seq_len", 1, "--seq-len 2"),
+        ("steps", 0, "--steps 1"),
+        ("batch_size", 0, "--batch-size 1"),
+        ("context_parallel_size", 0, "--context-parallel-size 1"),
+        ("context_parallel_ulysses_size", -1, "--context-parallel-ulysses-size 0"),
+        ("data_parallel_size", 0, "--data-parallel-size 1"),
+        ("fsdp_parallel_size", 0, "--fsdp-parallel-size 1"),
+        ("gradient_accumulation_steps", 0, "--gradient-accumulation-steps 1"),
+        ("keep_checkpoints", 0, "--keep-checkpoints 1"),
+        ("checkpoint_every", -1, "--checkpoint-every 0"),
+        ("log_every", 0, "--log-every 1"),
+        ("warmup_steps", -1, "--warmup-steps 0"),
+        ("weight_decay", -0.1, "--weight-decay 0"),
+        ("clip_norm", -1.0, "--clip-norm 0"),
+        ("learning_rate", 0.0, "--learning-rate"),
+        ("learning_rate", float("nan"), "--learning-rate"),
+        ("beta1", 1.0, "--beta1 0.9"),
+        ("beta2", -0.5, "--beta2 0.9"),
+    ],
+)
+def test_each_field_out_of_range_is_named_with_its_value_and_a_remedy(
+    name: str, value: Any, remedy: str, change: Callable[..., Any]
+) -> None:
+    config = change(get_recipe("quickstart").build(), **{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value}.*{remedy}"):
+        validate(config)
+
+
+def test_accumulation_must_divide_the_batch_and_the_nearest_divisor_is_named(
+    change: Callable[..., Any],
+) -> None:
+    config = change(get_recipe("quickstart").build(), batch_size=6, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="use --gradient-accumulation-steps 3"):
+        validate(config)
+
+
+def test_field_names_are_unique_across_sections() -> None:
+    nested = to_dict(get_recipe("quickstart").build())
+    leaves = sum(len(v) if isinstance(v, dict) else 1 for v in nested.values())
+    assert len(flatten(nested)) == leaves
+
+
+def test_choices_are_those_that_exist() -> None:
+    def choices(config: type[Any], name: str) -> set[str]:
+        return set(get_args(get_type_hints(config)[name]))
+
+    strategies = choices(ParallelConfig, "context_parallel_strategy")
+    assert strategies == {"auto", *STRATEGIES}
+    for layout in choices(ParallelConfig, "context_parallel_load_balance"):
+        assert get_layout(layout).multiple(2) >= 2
+
+
+def test_fresh_run_dirs_carry_the_recipe_name() -> None:
+    assert fresh_run_dir("quickstart").startswith("runs/quickstart-")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 5),
+        ("rope_theta", 5e5),
+        ("data", "other.txt"),
+        ("seq_len", 4096),
+        ("packing", False),
+        ("seed", 1),
+        ("batch_size", 2),
+    ],
+)
+def test_resume_refuses_what_changes_the_loss(
+    name: str, value: Any, change: Callable[..., Any]
+) -> None:
+    config = get_recipe("quickstart").build()
+    saved = json.loads(json.dumps(to_dict(config)))
+    with pytest.raises(ValueError, match=rf"resume: .*{name}: .* then, .* now.*--run-dir"):
+        check_resumable(saved, change(config, **{name: value}), Path("run"))
+
+
+def test_resume_says_what_it_lets_change(change: Callable[..., Any]) -> None:
+    config = get_recipe("quickstart").build()
+    saved = to_dict(config)
+    changed = change(
+        config,
+        context_parallel_strategy="ring",
+        context_parallel_size=4,
+        steps=500,
+        learning_rate=1e-4,
+        run_dir="elsewhere",
+        log_every=1,
+    )
+    assert sorted(check_resumable(saved, changed, Path("run"))) == [
+        "context_parallel_size: 8 -> 4",
+        "context_parallel_strategy: usp -> ring",
+        f"learning_rate: {config.optimizer.learning_rate} -> 0.0001",
+        f"steps: {config.steps} -> 500",
+    ]
