@@ -89,7 +89,6 @@ class TrainSetup:
             donate_argnums=0,
             out_shardings=(self._shardings, everywhere),
         )
-        self._eval = jax.jit(self._eval_on_devices, out_shardings=everywhere)
 
     @property
     def mesh(self) -> Mesh:
@@ -160,10 +159,6 @@ class TrainSetup:
           `grad_norm` (before clipping), `learning_rate` and `valid_tokens`.
         """
         return self._step(state, batch)
-
-    def eval_loss(self, params: decoder.Params, batch: DeviceBatch) -> Float[Array, ""]:
-        """Mean loss of a batch in nats per labelled token, without a step."""
-        return self._eval(params, batch)
 
     def gradients(
         self, params: decoder.Params, batch: DeviceBatch
@@ -243,13 +238,6 @@ class TrainSetup:
             "valid_tokens": count,
         }
         return TrainState(state.step + 1, params, opt_state), metrics
-
-    def _eval_on_devices(self, params: decoder.Params, batch: DeviceBatch) -> Array:
-        total = sum(
-            self._loss_sum(params, jax.tree.map(lambda x, part=part: x[part], batch))
-            for part in range(len(batch.tokens))
-        )
-        return total / jnp.maximum(self._count(batch), 1)
 
 
 def build_setup(config: TrainConfig) -> TrainSetup:
