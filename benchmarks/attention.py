@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     interpreters = find_interpreters(options.peer_python)
     shape = {field.name: getattr(options, field.name) for field in _SHAPE}
-    machine = _machine()  # before we load it ourselves
+    commit, machine = _commit(), _machine()  # before files change or we load it ourselves
     entries: list[Entry] = []
     for seq_len in options.seq_lens:
         problem = Problem(seq_len, **shape)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "problem": shape,
         "versions": merged_versions(interpreters),
         "machine": machine,
-        "commit": _commit(),
+        "commit": commit,
     }
     _print_table(report, options.details)
     if options.json:

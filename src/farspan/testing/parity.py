@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -196,29 +197,31 @@ def run_attention(
     arrays = {**per_token, **{name: x for name, x in labels.items() if x is not None}}
     arrays = arrays if context is None else shard_sequence(arrays, context)
 
-    @jax.jit
-    def run(arrays: dict[str, Any], sinks: Any) -> dict[str, Any]:
-        def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-            return attention(
-                q, k, v, segment_ids=arrays.get("segment_ids"), positions=arrays.get("positions"),
-                sinks=sinks, context=context, kernel=kernel, return_lse=True, **case.options(),
-            )  # fmt: skip
+    def call(arrays: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+        return attention(
+            q, k, v, segment_ids=arrays.get("segment_ids"), positions=arrays.get("positions"),
+            sinks=sinks, context=context, kernel=kernel, return_lse=True, **case.options(),
+        )  # fmt: skip
 
+    @jax.jit
+    def plainly(arrays: dict[str, Any], sinks: Any) -> dict[str, Any]:
+        out, lse = call(arrays, arrays["q"], arrays["k"], arrays["v"], sinks)
+        return {"out (plain)": out, "lse (plain)": lse.swapaxes(1, 2)}
+
+    @jax.jit
+    def differentiated(arrays: dict[str, Any], sinks: Any) -> tuple[dict[str, Any], Any]:
         operands = (arrays["q"], arrays["k"], arrays["v"], sinks)
-        out, lse = call(*operands)
-        (vjp_out, vjp_lse), pull = jax.vjp(call, *operands)
+        (out, lse), pull = jax.vjp(functools.partial(call, arrays), *operands)
         dlse = arrays["dlse"].swapaxes(1, 2).astype(lse.dtype)
         dq, dk, dv, dsinks = pull((arrays["dout"], dlse))
-        by_token = {"out (plain)": out, "lse (plain)": lse.swapaxes(1, 2), "out": vjp_out}
-        by_token |= {"lse": vjp_lse.swapaxes(1, 2), "dq": dq, "dk": dk, "dv": dv}
-        return {"by_token": by_token, "dsinks": dsinks}
+        return {"out": out, "lse": lse.swapaxes(1, 2), "dq": dq, "dk": dk, "dv": dv}, dsinks
 
-    found = run(arrays, inputs.sinks)
-    by_token = found["by_token"]
+    gradients, dsinks = differentiated(arrays, inputs.sinks)
+    by_token = plainly(arrays, inputs.sinks) | gradients
     if context is not None:
         by_token = unshard_sequence(by_token, context, case.seq_len)
     result = {name: x.swapaxes(1, 2) if "lse" in name else x for name, x in by_token.items()}
-    return result if inputs.sinks is None else result | {"dsinks": found["dsinks"]}
+    return result if inputs.sinks is None else result | {"dsinks": dsinks}
 
 
 def _masking(inputs: Inputs) -> dict[str, Any]:
