@@ -256,8 +256,8 @@ def _after_forward(
 ) -> tuple[Any, ...]:
     """Makes what backward fetches wait for what forward found: adds a 0 that is made of `delta`.
 
-    Without it the compiler sees that backward fetches the same keys as forward and keeps the
-    fetched ones alive in between; and XLA's CPU runtime, which lets a loop of collectives and
+    Without it the compiler sees that backward fetches what forward fetched and keeps that alive in
+    between; and XLA's CPU runtime, which lets a loop of collectives and
     collectives that do not depend on it run side by side, mixes the two up (an optimization barrier
     is gone by then).
     """
