@@ -256,13 +256,13 @@ def _after_forward(
 ) -> tuple[Any, ...]:
     """Makes what backward fetches wait for what forward found: adds a 0 that is made of `delta`.
 
-    Without it the compiler sees that backward fetches what forward fetched and keeps that alive in
-    between; and XLA's CPU runtime, which lets a loop of collectives and
-    collectives that do not depend on it run side by side, mixes the two up (an optimization barrier
-    is gone by then).
+    Without it the compiler sees that backward fetches what forward fetched, and keeps that alive in
+    between. And XLA's CPU runtime may run a loop of collectives beside collectives that do not
+    depend on it, and mix the two up; an optimization barrier is gone by then.
     """
     zero = jnp.minimum(jnp.abs(delta[0, 0, 0]), 0)
-    key, value, metadata = jax.tree.map(lambda x: x + zero.astype(x.dtype), (key, value, metadata))
+    fetched = (query, key, value, metadata)
+    query, key, value, metadata = jax.tree.map(lambda x: x + zero.astype(x.dtype), fetched)
     return query, key, value, dout, lse, delta, metadata
 
 
