@@ -105,8 +105,6 @@ def test_accumulation_is_the_large_batch(whole, parts):
 @pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize("remat_policy", ["none", "full", "save_attention"])
 def test_recomputation_and_scan_change_nothing(whole, scan_layers, remat_policy):
-    # Unscanned layers leave loops of different layers unordered, which XLA's CPU runtime mixes up;
-    # all_gather has no loops.
     model = {"scan_layers": scan_layers, "remat_policy": remat_policy}
     strategy = {"context_parallel_strategy": "ring" if scan_layers else "all_gather"}
     assert_same(loss_and_gradients(varied(model=model, parallel=strategy)), whole)
@@ -224,6 +222,14 @@ def test_flops_count_every_visible_pair_once_for_any_mesh():
     expected = 6 * model.matmul_parameters * 50 + 12 * pairs * 4 * 8 * 2
     for parallel in (SPLITS["ring 4"], SPLITS["data 2 x ring 4"]):
         assert build_setup(varied(parallel=parallel)).flops_per_step(batch) == expected
+
+
+def test_rings_that_the_cpu_runtime_could_mix_up_are_refused():
+    unscanned = {"scan_layers": False, "remat_policy": "full"}
+    with pytest.raises(ValueError, match=r"a ring needs scanned layers.*use --scan-layers"):
+        build_setup(varied(model=unscanned))
+    build_setup(varied(model=unscanned, parallel=SPLITS["one device"]))
+    build_setup(varied(model={"scan_layers": False}))
 
 
 def test_sizes_that_do_not_fit_are_named():

@@ -253,6 +253,7 @@ def build_setup(config: TrainConfig) -> TrainSetup:
       ValueError: If the combination of sizes is not possible, or the devices are too few.
     """
     context = make_context(config.parallel, config.model)
+    _check_loops_are_ordered(config, context)
     rows = config.batch_size // config.gradient_accumulation_steps
     if rows % context.batch_shards:
         raise ValueError(
@@ -262,3 +263,22 @@ def build_setup(config: TrainConfig) -> TrainSetup:
             f"{config.gradient_accumulation_steps * context.batch_shards}"
         )
     return TrainSetup(config, context)
+
+
+def _check_loops_are_ordered(config: TrainConfig, context: ContextParallel) -> None:
+    """Refuses what XLA's CPU runtime may compute wrongly.
+
+    It orders loops of collectives by their data alone. A ring is such a loop; where layers are
+    unscanned and recomputed, the ring of one layer's recomputation and that of another's backward
+    share no data, may run side by side, and then receive each other's keys.
+    """
+    model = config.model
+    on_cpu = context.mesh.devices.flat[0].platform == "cpu"
+    unordered = not model.scan_layers and model.remat_policy != "none"
+    if on_cpu and unordered and context.degrees.sequence > 1 and context.strategy != "all_gather":
+        raise ValueError(
+            "on CPU, a ring needs scanned layers where layers are recomputed, got "
+            f"context_parallel_strategy={context.strategy}, scan_layers=False, "
+            f"remat_policy={model.remat_policy}; use --scan-layers, --remat-policy none, or "
+            "--context-parallel-strategy all_gather"
+        )
