@@ -25,7 +25,6 @@ def quickstart() -> TrainConfig:
         parallel=ParallelConfig(
             context_parallel_strategy="usp",
             context_parallel_size=8,
-            context_parallel_ulysses_size=2,
             context_parallel_load_balance="zigzag",
         ),
         optimizer=OptimizerConfig(learning_rate=1.5e-3, warmup_steps=5),

@@ -1,0 +1,33 @@
+"""Recipes are complete configurations whose strategy can be changed by one flag."""
+
+import dataclasses
+
+import pytest
+
+from farspan.recipes import RECIPES, get_recipe
+from farspan.train.config import validate
+from farspan.train.parallel import context_degrees
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_valid(name):
+    config = RECIPES[name].build()
+    validate(config)
+    context_degrees(config.parallel, config.model)
+
+
+def test_the_quick_start_rings_over_four_and_exchanges_heads_over_two():
+    config = get_recipe("quickstart").build()
+    assert context_degrees(config.parallel, config.model) == ("usp", 4, 2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring", "usp", "auto"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_strategy_and_size_may_be_changed_alone(name, strategy, size):
+    config = RECIPES[name].build()
+    parallel = dataclasses.replace(
+        config.parallel, context_parallel_strategy=strategy, context_parallel_size=size
+    )
+    _, ring, ulysses = context_degrees(parallel, config.model)
+    assert ring * ulysses == size
