@@ -45,6 +45,10 @@ class FakeSetup(TrainSetup):
     def mesh(self) -> Mesh:
         return self._mesh
 
+    @property
+    def split(self) -> str:
+        return "fake"
+
     def init_state(self) -> FakeState:
         logits = jax.random.normal(jax.random.key(self.config.seed), (264,))
         params = {"logits": jax.device_put(logits, self._sharded)}

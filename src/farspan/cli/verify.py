@@ -212,7 +212,7 @@ def _run(plan: _Plan, scope: str, *, as_json: bool) -> int:
     for context, checks in zip(plan.contexts, verify(plan.configs, reporter.phase), strict=True):
         rows += [_row(context, check) for check in checks]
         if not as_json:
-            _print_table(console, f"strategy {_split(context)}", rows[-len(checks) :])
+            _print_table(console, f"strategy {context.split}", rows[-len(checks) :])
     failed = [row for row in rows if not row["ok"]]
     mesh = plan.contexts[0].mesh
     summary = {
@@ -268,16 +268,9 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.1e}" if value else "0"
 
 
-def _split(context: ContextParallel) -> str:
-    degrees = context.degrees
-    if context.strategy == "usp":
-        return f"usp = ring {degrees.sequence} x ulysses {degrees.heads}"
-    return f"{context.strategy} {degrees.total}"
-
-
 def _splits(contexts: list[ContextParallel]) -> str:
     """The strategies, and the sizes of the axes that split the batch where they do."""
     noun = "strategy" if len(contexts) == 1 else "strategies"
     shape = contexts[0].mesh.shape
     batch = [f"{axis} {shape[axis]}" for axis in contexts[0].batch_axes if shape[axis] > 1]
-    return ", ".join([f"{noun} {', '.join(map(_split, contexts))}", *batch])
+    return ", ".join([f"{noun} {', '.join(context.split for context in contexts)}", *batch])

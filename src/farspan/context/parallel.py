@@ -94,6 +94,14 @@ class ContextParallel:
         return present(self.mesh, axes.get(self.strategy, ()))
 
     @property
+    def split(self) -> str:
+        """The strategy and its sizes in words, such as `usp = ring 4 x ulysses 2`."""
+        degrees = self.degrees
+        if self.strategy == "usp":
+            return f"usp = ring {degrees.sequence} x ulysses {degrees.heads}"
+        return f"{self.strategy} {degrees.total}"
+
+    @property
     def tensor(self) -> int:
         """Size of the axis that splits heads outside attention, too."""
         return self.mesh.shape.get(self.head_axis, 1)

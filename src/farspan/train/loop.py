@@ -89,7 +89,7 @@ def run(config: TrainConfig) -> RunResult:
         meter = _make_meter(setup)
         reporter.note(
             f"{setup.num_params:,} parameters, {setup.tokens_per_step:,} tokens a step, "
-            f"{meter.num_devices} devices; run folder {run_dir}"
+            f"{meter.num_devices} devices ({setup.split}); run folder {run_dir}"
         )
         write_launch(run_dir, config, start_step=done)
         metrics = stack.enter_context(MetricsFile(run_dir / METRICS_FILE, done))

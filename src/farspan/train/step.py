@@ -96,6 +96,11 @@ class TrainSetup:
         return self.context.mesh
 
     @property
+    def split(self) -> str:
+        """How a row is split over devices, in words."""
+        return f"{self.context.split}, {self.context.layout}"
+
+    @property
     def seq_len(self) -> int:
         """Tokens per row as placed: padded to what the layout can cut."""
         wanted, multiple = self.config.data.seq_len, self.context.sequence_multiple
