@@ -33,6 +33,11 @@ def _register_unchecked(nodetype: type, *args: Any, **kwargs: Any) -> type:
 jax.tree_util.register_dataclass = _register_unchecked
 
 
+def pytest_sessionstart() -> None:
+    """Starts the devices, so that no test that comes first can make more of them."""
+    assert jax.device_count() == NUM_DEVICES
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps compiled programs between runs and shares them between test processes."""
     cache = getattr(config, "cache", None)  # absent under `-p no:cacheprovider`
