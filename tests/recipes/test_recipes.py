@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from farspan.recipes import RECIPES, get_recipe
-from farspan.train.config import validate
+from farspan.train.config import device_count, validate
 from farspan.train.parallel import context_degrees
 
 
@@ -18,6 +18,7 @@ def test_recipes_are_valid(name):
 
 def test_the_quick_start_rings_over_four_and_exchanges_heads_over_two():
     config = get_recipe("quickstart").build()
+    assert (config.data.seq_len, device_count(config)) == (8192, 8)
     assert context_degrees(config.parallel, config.model) == ("usp", 4, 2)
 
 

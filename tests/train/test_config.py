@@ -14,7 +14,6 @@ from farspan.recipes import RECIPES, get_recipe
 from farspan.schedules import STRATEGIES
 from farspan.train.config import (
     ParallelConfig,
-    device_count,
     flatten,
     fresh_run_dir,
     to_dict,
@@ -29,14 +28,6 @@ def test_recipes_are_valid_and_json(name: str) -> None:
     validate(config)
     assert json.loads(json.dumps(to_dict(config))) == to_dict(config)
     assert RECIPES[name].description.endswith(".")
-
-
-def test_quickstart_spreads_a_row_over_ring_4_x_ulysses_2() -> None:
-    config = get_recipe("quickstart").build()
-    assert config.data.seq_len == 8192
-    assert device_count(config) == 8
-    assert config.parallel.context_parallel_strategy == "usp"
-    assert config.parallel.context_parallel_ulysses_size == 2
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
