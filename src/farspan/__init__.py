@@ -10,39 +10,76 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farspan import schedules, testing
-    from farspan.context import ContextParallel, attention, shard_sequence, unshard_sequence
+    from farspan.context import (
+        ContextParallel,
+        Placement,
+        attention,
+        latent_attention,
+        place_rows,
+        shard_sequence,
+        unshard_sequence,
+    )
     from farspan.dist import make_mesh
     from farspan.kernels import XlaKernel
-    from farspan.masks import Causal, Full, Mask, SlidingWindow
+    from farspan.masks import (
+        BlockCausal,
+        Causal,
+        Chunked,
+        Full,
+        KeyRanges,
+        Mask,
+        PrefixLM,
+        SlidingWindow,
+        prefix_key_ranges,
+        shared_prefix_key_ranges,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BlockCausal": "farspan.masks",
     "Causal": "farspan.masks",
+    "Chunked": "farspan.masks",
     "ContextParallel": "farspan.context",
     "Full": "farspan.masks",
+    "KeyRanges": "farspan.masks",
     "Mask": "farspan.masks",
+    "Placement": "farspan.context",
+    "PrefixLM": "farspan.masks",
     "SlidingWindow": "farspan.masks",
     "XlaKernel": "farspan.kernels",
     "attention": "farspan.context",
+    "latent_attention": "farspan.context",
     "make_mesh": "farspan.dist",
+    "place_rows": "farspan.context",
+    "prefix_key_ranges": "farspan.masks",
     "schedules": "farspan",
     "shard_sequence": "farspan.context",
+    "shared_prefix_key_ranges": "farspan.masks",
     "testing": "farspan",
     "unshard_sequence": "farspan.context",
 }
 
 __all__ = [
+    "BlockCausal",
     "Causal",
+    "Chunked",
     "ContextParallel",
     "Full",
+    "KeyRanges",
     "Mask",
+    "Placement",
+    "PrefixLM",
     "SlidingWindow",
     "XlaKernel",
     "attention",
+    "latent_attention",
     "make_mesh",
+    "place_rows",
+    "prefix_key_ranges",
     "schedules",
     "shard_sequence",
+    "shared_prefix_key_ranges",
     "testing",
     "unshard_sequence",
 ]

@@ -48,7 +48,7 @@ def random(*shape, seed=0):
 def test_documents_that_no_chunk_divides_lose_no_token(documents, length, degree):
     case = AttentionCase(documents=documents, seq_len=length, batch=1)
     assert_parity(case, ring(degree))
-    q, k, v = case.inputs()[:3]
+    q, k, v = case.inputs().tokens.values()
     out = attend(q, k, v, ring(degree), segment_ids=case.segment_ids())
     assert (np.abs(out[0, : sum(documents)]).max((1, 2)) > 0).all()
     again = attend(q, k, v, ring(degree), segment_ids=case.segment_ids())
@@ -69,7 +69,7 @@ def test_rows_have_boundaries_of_their_own():
 def test_documents_do_not_leak(make):
     """Changing every token of document 0 changes the others by exactly 0."""
     case = AttentionCase(documents=(13, 20, 9, 8, 14), batch=1)
-    q, k, v = case.inputs()[:3]
+    q, k, v = case.inputs().tokens.values()
     out = attend(q, k, v, make(), segment_ids=case.segment_ids())
     for x in (q, k, v):
         x[:, :13] += 1
@@ -138,7 +138,7 @@ def test_padding_without_segment_ids_is_refused_rather_than_attended_to():
 
 def test_segment_ids_alone_equal_explicit_positions():
     case = AttentionCase(documents=(20, 30))
-    q, k, v = case.inputs()[:3]
+    q, k, v = case.inputs().tokens.values()
     positions = np.tile(np.arange(64, dtype=np.int32), (2, 1))
     context = usp()
     arrays = farspan.shard_sequence((q, k, v, case.segment_ids(), positions), context)
@@ -185,11 +185,11 @@ def test_gradients_match_finite_differences():
     """The oracle's closed form, held against the definition of a derivative."""
     case = AttentionCase(
         seq_len=8, batch=1, num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4,
-        documents=(5, 3), sinks=True, logits_soft_cap=2.0,
+        documents=(5, 3), sinks=True, logits_soft_cap=2.0, alibi=True, dropout_rate=0.3,
     )  # fmt: skip
     inputs = case.inputs()
-    arrays = [np.asarray(x, np.float64) for x in (*inputs[:3], inputs.sinks)]
-    options = case.options() | {"segment_ids": inputs.segment_ids}
+    arrays = [np.asarray(x, np.float64) for x in (*inputs.tokens.values(), inputs.weights["sinks"])]
+    options = case.options() | inputs.labels
 
     def loss(q, k, v, sinks):
         out, lse = dense_attention(q, k, v, sinks=sinks, return_lse=True, **options)
@@ -214,7 +214,7 @@ def test_gradients_match_finite_differences():
 def test_same_input_twice_is_bitwise_equal():
     case = AttentionCase(documents=(5, 23, 1, 28))
     context = usp()
-    arrays = farspan.shard_sequence((*case.inputs()[:3], case.segment_ids()), context)
+    arrays = farspan.shard_sequence((*case.inputs().tokens.values(), case.segment_ids()), context)
 
     @jax.jit
     def run(q, k, v, ids):

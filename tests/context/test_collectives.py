@@ -1,5 +1,7 @@
 """The compiled program sends exactly what `farspan.schedules` says, and keeps no more than that."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,80 +11,146 @@ import farspan
 from farspan import schedules
 from farspan.plan.hlo import collectives, instructions
 
-HEADS, KV_HEADS, DIM, VALUE_DIM, BATCH = 8, 2, 16, 24, 2
-MESHES = [
-    ("all_gather", 8, 1), ("all_gather", 2, 2), ("ring", 8, 1), ("ring", 4, 2), ("ring", 2, 1),
-    ("ulysses", 1, 8), ("ulysses", 1, 2), ("usp", 4, 2), ("usp", 2, 4), ("usp", 2, 2),
-]  # fmt: skip
+CAUSAL = farspan.Causal()
+WINDOW = farspan.Causal() & farspan.SlidingWindow(11, 0)
 
 
-def compile_pass(context, seq_len, *, gradients, metadata=("segment_ids",)):
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """An attention layer whose traffic is counted."""
+
+    mask: farspan.Mask = CAUSAL
+    batch: int = 2
+    seq_len: int = 64
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    value_dim: int = 24
+    latent: tuple[int, int] | None = None
+    metadata: tuple[str, ...] = ("segment_ids",)
+
+    def shape(self):
+        return schedules.AttentionShape(
+            self.batch, self.seq_len, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.value_dim, 4, segments="segment_ids" in self.metadata,
+            positions="positions" in self.metadata,
+            key_ranges=self.mask.given_ranges, latent_dims=self.latent or (),
+        )  # fmt: skip
+
+
+def compile_pass(context, layer, *, gradients):
     """Compiles attention, or attention and its gradients, for arrays as a model shards them."""
-    sharding = context.sharding(4)
 
-    def array(heads, dim):
-        return jax.ShapeDtypeStruct((BATCH, seq_len, heads, dim), jnp.float32, sharding=sharding)
+    def array(*dims, dtype=jnp.float32):
+        shape = (layer.batch, layer.seq_len, *dims)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=context.sharding(len(shape)))
 
-    arrays = [array(HEADS, DIM), array(KV_HEADS, DIM), array(KV_HEADS, VALUE_DIM)]
-    labels = {
-        name: jax.ShapeDtypeStruct((BATCH, seq_len), jnp.int32, sharding=context.sharding(2))
-        for name in metadata
-    }
+    query, out = array(layer.num_heads, layer.head_dim), array(layer.num_heads, layer.value_dim)
+    if layer.latent is None:
+        attend = farspan.attention
+        keys = [array(layer.num_kv_heads, dim) for dim in (layer.head_dim, layer.value_dim)]
+    else:
+        attend = farspan.latent_attention
+        rank, rope = layer.latent
+        widths = (layer.head_dim - rope, layer.value_dim)
+        keys = [array(rank), array(rope)]
+        everywhere = jax.sharding.NamedSharding(context.mesh, jax.sharding.PartitionSpec())
+        keys += [
+            jax.ShapeDtypeStruct((rank, layer.num_heads, width), jnp.float32, sharding=everywhere)
+            for width in widths
+        ]
+    labels = {name: array(dtype=jnp.int32) for name in layer.metadata}
+    if layer.mask.given_ranges:
+        labels["key_ranges"] = array(layer.mask.given_ranges, 2, dtype=jnp.int32)
 
-    def forward(q, k, v, labels):
-        return farspan.attention(
-            q, k, v, mask=farspan.Causal(), context=context, return_lse=True, **labels,
+    def forward(operands, labels):
+        return attend(
+            *operands, mask=layer.mask, context=context, return_lse=True, **labels,
             kernel=farspan.XlaKernel(rows=64, key_block=16),
         )  # fmt: skip
 
-    def both(q, k, v, labels, dout):
-        (out, lse), pull = jax.vjp(lambda q, k, v: forward(q, k, v, labels), q, k, v)
+    def both(operands, labels, dout):
+        (out, lse), pull = jax.vjp(lambda x: forward(x, labels), operands)
         return out, lse, pull((dout, jnp.zeros_like(lse)))
 
-    operands = (*arrays, labels)
     if gradients:
-        return jax.jit(both).lower(*operands, array(HEADS, VALUE_DIM)).compile()
-    return jax.jit(forward).lower(*operands).compile()
+        return jax.jit(both).lower([query, *keys], labels, out).compile()
+    return jax.jit(forward).lower([query, *keys], labels).compile()
 
 
-def expected(strategy, context, seq_len, directions, metadata):
-    shape = schedules.AttentionShape(
-        BATCH, seq_len, HEADS, KV_HEADS, DIM, VALUE_DIM, 4,
-        segments="segment_ids" in metadata, positions="positions" in metadata,
-    )  # fmt: skip
+def expected(context, layer, directions):
+    degrees, layout = context.degrees, context.layout_object
+    tokens = layer.seq_len // degrees.sequence
+    halo = ()
+    if context.strategy == "halo":
+        transfers = schedules.halo_transfers(layout, degrees.sequence, tokens, layer.mask)
+        halo = tuple(transfer.tokens for transfer in transfers)
+    hops = None
+    if "positions" not in layer.metadata:
+        hops = schedules.reach_hops(layout, degrees.sequence, tokens, layer.mask)
+    options = schedules.Options(hops, context.head_groups, halo)
     totals = {}
     for direction in directions:
-        for found in schedules.collectives(strategy, context.degrees, shape, direction):
+        for found in schedules.collectives(
+            context.strategy, degrees, layer.shape(), direction, options
+        ):
             count, size = totals.get(found.op, (0, 0))
             totals[found.op] = (count + found.count, size + found.operand_bytes)
     return totals
 
 
-CASES = [(*mesh, ("segment_ids",)) for mesh in MESHES] + [
-    (*mesh, metadata)
-    for mesh in MESHES
-    if mesh[1] * mesh[2] == 8
-    for metadata in ((), ("segment_ids", "positions"))
-]
+def split(strategy, ring, ulysses, *, outer=1, layout="zigzag", head_groups=1):
+    mesh = farspan.make_mesh(cp_ring_outer=outer, cp_ring=ring, cp_ulysses=ulysses)
+    return farspan.ContextParallel(mesh, strategy, layout, head_groups=head_groups)
 
 
-@pytest.mark.parametrize(("strategy", "cp_ring", "cp_ulysses", "metadata"), CASES)
-def test_counts_and_bytes_equal_the_formulas(strategy, cp_ring, cp_ulysses, metadata):
-    mesh = farspan.make_mesh(cp_ring=cp_ring, cp_ulysses=cp_ulysses)
-    context = farspan.ContextParallel(mesh, strategy, "zigzag")
-    compiled = compile_pass(context, 64, gradients=True, metadata=metadata)
-    directions = ("forward", "backward")
-    assert collectives(compiled.as_text()) == expected(strategy, context, 64, directions, metadata)
+MESHES = [
+    ("all_gather", 8, 1), ("all_gather", 2, 2), ("ring", 8, 1), ("ring", 4, 2), ("ring", 2, 1),
+    ("ulysses", 1, 8), ("ulysses", 1, 2), ("usp", 4, 2), ("usp", 2, 4), ("usp", 2, 2),
+]  # fmt: skip
+WHOLE = [mesh for mesh in MESHES if mesh[1] * mesh[2] == 8]
+PLAIN = [(mesh, {}, Layer()) for mesh in MESHES]
+PLAIN += [(mesh, {}, Layer(metadata=())) for mesh in WHOLE]
+PLAIN += [(mesh, {}, Layer(metadata=("segment_ids", "positions"))) for mesh in WHOLE]
+MULTI_HEAD = Layer(num_kv_heads=8)
+LATENT = Layer(latent=(12, 4))
+GIVEN = Layer(mask=CAUSAL | farspan.KeyRanges(2))
+SPECIAL = [
+    # queries travel in backward, where that is fewer bytes
+    (("ring", 4, 1), {}, MULTI_HEAD), (("usp", 4, 2), {}, MULTI_HEAD),
+    (("ring", 4, 1), {}, dataclasses.replace(GIVEN, num_kv_heads=8)),
+    (("usp", 2, 2), {}, GIVEN),
+    # a latent travels in place of keys and values
+    (("ring", 8, 1), {}, LATENT), (("all_gather", 4, 1), {}, LATENT),
+    (("ulysses", 1, 4), {}, LATENT), (("usp", 2, 2), {}, LATENT),
+    # heads are cut into groups
+    (("all_gather", 4, 1), {"head_groups": 2}, Layer()),
+    (("ulysses", 1, 2), {"head_groups": 4}, MULTI_HEAD),
+    (("ulysses", 1, 4), {"head_groups": 2}, Layer()),
+    # a ring of rings
+    (("ring", 4, 1), {"outer": 2}, Layer()), (("usp", 2, 2), {"outer": 2}, Layer()),
+    (("ring", 2, 1), {"outer": 4}, MULTI_HEAD), (("ring", 2, 1), {"outer": 2}, LATENT),
+    # a window: only the edges of neighbours, or only the hops that it reaches
+    (("halo", 8, 1), {}, Layer(WINDOW)), (("halo", 4, 1), {"layout": "contiguous"}, Layer(WINDOW)),
+    (("halo", 4, 2), {}, Layer(WINDOW, latent=(12, 4))),
+    (("halo", 4, 1), {}, Layer(farspan.SlidingWindow(20, 3), metadata=())),
+    (("ring", 8, 1), {}, Layer(WINDOW)), (("ring", 8, 1), {"layout": "contiguous"}, Layer(WINDOW)),
+    (("usp", 4, 2), {"layout": "contiguous"}, Layer(farspan.SlidingWindow(20, 3))),
+    (("ring", 4, 1), {"outer": 2, "layout": "contiguous"}, Layer(WINDOW)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "cp_ring", "cp_ulysses"), [("ring", 4, 1), ("usp", 2, 2)])
-def test_forward_alone_sends_its_part(strategy, cp_ring, cp_ulysses):
-    mesh = farspan.make_mesh(cp_ring=cp_ring, cp_ulysses=cp_ulysses)
-    context = farspan.ContextParallel(mesh, strategy, "zigzag")
-    compiled = compile_pass(context, 64, gradients=False)
-    assert collectives(compiled.as_text()) == expected(
-        strategy, context, 64, ("forward",), ("segment_ids",)
-    )
+@pytest.mark.parametrize(("mesh", "options", "layer"), PLAIN + SPECIAL)
+def test_counts_and_bytes_equal_the_formulas(mesh, options, layer):
+    context = split(*mesh, **options)
+    compiled = compile_pass(context, layer, gradients=True)
+    assert collectives(compiled.as_text()) == expected(context, layer, ("forward", "backward"))
+
+
+@pytest.mark.parametrize("mesh", [("ring", 4, 1), ("usp", 2, 2)])
+def test_forward_alone_sends_its_part(mesh):
+    compiled = compile_pass(split(*mesh), Layer(), gradients=False)
+    assert collectives(compiled.as_text()) == expected(split(*mesh), Layer(), ("forward",))
 
 
 def test_a_rings_memory_does_not_grow_with_its_degree():
@@ -91,7 +159,8 @@ def test_a_rings_memory_does_not_grow_with_its_degree():
     sizes = []
     for degree in (2, 4, 8):
         context = farspan.ContextParallel(farspan.make_mesh(cp_ring=degree), "ring", "zigzag")
-        compiled = compile_pass(context, local * degree, gradients=True)
+        layer = Layer(seq_len=local * degree)
+        compiled = compile_pass(context, layer, gradients=True)
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
         shapes = {dims for found in instructions(compiled.as_text()) for _, dims in found.shapes}
         whole = [s for s in shapes if local * degree in s and len(s) > 2]
@@ -105,8 +174,8 @@ def test_backward_keeps_no_more_than_forwards_shards(strategy):
     context = farspan.ContextParallel(
         farspan.make_mesh(cp_ring=2, cp_ulysses=2), strategy, "zigzag"
     )
-    q = jnp.zeros((1, 64, HEADS, DIM))
-    k = jnp.zeros((1, 64, KV_HEADS, DIM))
+    q = jnp.zeros((1, 64, 8, 16))
+    k = jnp.zeros((1, 64, 2, 16))
 
     def loss(q, k, v):
         return farspan.attention(q, k, v, mask=farspan.Causal(), context=context).sum()
@@ -114,5 +183,26 @@ def test_backward_keeps_no_more_than_forwards_shards(strategy):
     from jax._src.ad_checkpoint import saved_residuals
 
     saved = [aval.size for aval, _ in saved_residuals(loss, q, k, k)]
-    assert sum(saved) <= q.size * 2 + k.size * 2 + 64 * HEADS + 8
+    assert sum(saved) <= q.size * 2 + k.size * 2 + 64 * 8 + 8
     assert np.max(saved) <= q.size
+
+
+@pytest.mark.parametrize("mesh", [("all_gather", 4, 1), ("ulysses", 1, 4)])
+def test_two_groups_of_heads_are_held_and_not_all(mesh):
+    """Memory falls with the number of groups; the bytes that are sent do not change."""
+    layer = Layer(seq_len=1024, num_heads=32, num_kv_heads=16, metadata=(), batch=1)
+    compiled = {
+        groups: compile_pass(split(*mesh, head_groups=groups), layer, gradients=False)
+        for groups in (1, 4)
+    }
+    shape = layer.shape()
+    held = {
+        groups: schedules.held_key_bytes(
+            mesh[0], split(*mesh).degrees, shape, schedules.Options(head_groups=groups)
+        )
+        for groups in compiled
+    }
+    saved = held[1] - held[4]
+    temporaries = {n: c.memory_analysis().temp_size_in_bytes for n, c in compiled.items()}
+    assert saved > 0
+    assert temporaries[1] - temporaries[4] >= saved

@@ -13,6 +13,7 @@ import farspan
 from farspan.testing import AttentionCase, attention_parity
 
 LENGTH = 64
+FLOAT32_ROUNDING = 4e-7
 AT_SHARDS = (8,) * 8
 """A document boundary at every shard boundary, for every degree."""
 CHOICES = {
@@ -147,4 +148,4 @@ def test_error_does_not_grow_with_the_ring_in_bfloat16(degree):
     alone = {row.quantity: row.error for row in attention_parity(case, None)}
     context = farspan.ContextParallel(farspan.make_mesh(cp_ring=degree), "ring", "zigzag")
     for row in attention_parity(case, context):
-        assert row.error <= 1.5 * alone[row.quantity], row
+        assert row.error <= max(1.5 * alone[row.quantity], FLOAT32_ROUNDING), row

@@ -34,9 +34,24 @@ CASES = {
     "value narrower": AttentionCase(value_dim=8, head_dim=24),
     "soft cap": AttentionCase(logits_soft_cap=2.0, scale=0.5),
     "sinks": AttentionCase(sinks=True, documents=(30, 20)),
+    "chunked": AttentionCase(mask=farspan.Causal() & farspan.Chunked(24), seq_len=160),
+    "block causal": AttentionCase(mask=farspan.BlockCausal(20), seq_len=160),
+    "prefix": AttentionCase(mask=farspan.PrefixLM(50), seq_len=160),
+    "prefix of each document": AttentionCase(
+        mask=farspan.Causal() | farspan.KeyRanges(1), documents=(60, 90), seq_len=160,
+        given="prefix",
+    ),
+    "shared prefix": AttentionCase(
+        mask=farspan.Causal() & farspan.KeyRanges(2), documents=(60, 40, 30), seq_len=160,
+        given="shared_prefix",
+    ),
+    "alibi": AttentionCase(alibi=True, logits_soft_cap=3.0, documents=(30, 20)),
+    "alibi both ways": AttentionCase(alibi=True, mask=farspan.Full()),
+    "dropout": AttentionCase(dropout_rate=0.4, sinks=True, documents=(30, 20)),
+    "latent": AttentionCase(latent=(12, 8), head_dim=24, documents=(30, 20)),
     "everything": AttentionCase(
         mask=WINDOW, documents=(40, 30, 9), seq_len=97, value_dim=24, sinks=True,
-        logits_soft_cap=3.0, restart_positions=True,
+        logits_soft_cap=3.0, restart_positions=True, alibi=True, dropout_rate=0.1,
     ),
 }  # fmt: skip
 SMOKE = {"gqa", "everything"}
@@ -116,11 +131,11 @@ def test_lengths_that_no_block_divides_are_deterministic(block):
     @jax.jit
     def run(q, k, v):
         return farspan.attention(
-            q, k, v, mask=case.mask, segment_ids=jnp.asarray(inputs.segment_ids),
+            q, k, v, mask=case.mask, segment_ids=jnp.asarray(inputs.labels["segment_ids"]),
             kernel=XlaKernel(key_block=block),
         )  # fmt: skip
 
-    arrays = [jnp.asarray(x) for x in inputs[:3]]
+    arrays = [jnp.asarray(x) for x in inputs.tokens.values()]
     first = np.asarray(run(*arrays))
     for _ in range(10):
         np.testing.assert_array_equal(np.asarray(run(*arrays)), first)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from farspan.layouts import LAYOUTS, get_layout
 
-NAMES = sorted(LAYOUTS)
+NAMES = sorted(set(LAYOUTS) - {"balanced"})
+"""Layouts whose order does not depend on the batch."""
 
 
 def test_zigzag_pairs_an_early_with_a_late_chunk():
@@ -58,3 +59,25 @@ def test_lengths_that_do_not_divide_are_refused(name):
 def test_unknown_layout_names_the_nearest():
     with pytest.raises(ValueError, match='did you mean "zigzag"'):
         get_layout("zigzga")
+
+
+def test_an_order_that_depends_on_the_batch_is_not_made_up():
+    with pytest.raises(
+        ValueError, match=r"solved for each batch.*place_rows.*or use layout zigzag"
+    ):
+        get_layout("balanced").permutation(16, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_are_neighbours(name):
+    """Shards are made of the runs that the layout names, in slot order."""
+    layout, shards = get_layout(name), 4
+    runs = layout.runs(shards)
+    order = layout.permutation(48, shards).reshape(shards, -1)
+    if runs is None:
+        assert (np.diff(order, axis=1) != 1).all()
+        return
+    length = 48 // sum(map(len, runs))
+    for own, tokens in zip(runs, order, strict=True):
+        expected = [np.arange(run * length, (run + 1) * length) for run in own]
+        np.testing.assert_array_equal(tokens, np.concatenate(expected))

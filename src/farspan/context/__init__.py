@@ -1,12 +1,17 @@
 """Context parallelism: exact attention over a sequence that is split over devices."""
 
-from farspan.context.api import attention
+from farspan.context.api import AttentionOptions, attention, latent_attention
 from farspan.context.parallel import ContextParallel
+from farspan.context.placement import Placement, place_rows
 from farspan.context.sequence import shard_sequence, unshard_sequence
 
 __all__ = [
+    "AttentionOptions",
     "ContextParallel",
+    "Placement",
     "attention",
+    "latent_attention",
+    "place_rows",
     "shard_sequence",
     "unshard_sequence",
 ]

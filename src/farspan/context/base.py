@@ -1,113 +1,271 @@
-"""What every strategy is given, and what it must provide."""
+"""What every strategy is given, and what it must provide.
+
+A strategy is one level of a composition: it moves queries or keys and leaves the rest to the level
+inside it, down to `Local`, which computes. `usp` is a head exchange around a ring; a ring over slow
+links around a ring over fast ones is a ring in a ring.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float
 
+from farspan.context.expansion import Expansion
 from farspan.kernels import Kernel, Scores
 from farspan.layouts import Layout
-from farspan.masks import Tokens, block_extents, classify
+from farspan.masks import Tokens, classify, key_extents, query_extents
+from farspan.ops.merge import merge
 from farspan.types import Leaf
 
 Axes = tuple[str, ...]
+Partial = tuple[Array, Array]
+"""Output `[B, Sl, H, Dv]` and log-sum-exp `[B, H, Sl]` over the keys met so far, float32."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Metadata:
-    """What a shard knows of its tokens beyond their slots; travels with the keys.
+class Slots:
+    """What is known of the tokens in a run of slots; travels with them.
 
     Attributes:
-      segment_ids: int32 `[B, Sl]`, or None: each row is one document without padding.
-      positions: int32 `[B, Sl]`, or None: the layout says where tokens stand.
+      shards: Numbers of the sequence shards whose tokens these are, one after the other, `[n]`.
+      segment_ids: int32 `[B, L]`, or None: each row is one document without padding.
+      index: Place of each token in its row, int32 `[B, L]`, or None: the layout says it.
+      key_ranges: Ranges of keys that each query sees, int32 `[B, L, ranges, 2]`, or None.
     """
 
-    segment_ids: Leaf | None
-    positions: Leaf | None
+    shards: Leaf
+    segment_ids: Leaf | None = None
+    index: Leaf | None = None
+    key_ranges: Leaf | None = None
+
+    def of_keys(self) -> Slots:
+        """The same without what only queries need."""
+        return dataclasses.replace(self, key_ranges=None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Queries, and in backward what belongs to them.
+
+    Attributes:
+      query: `[B, L, H, D]`.
+      slots: Their tokens.
+      dout: Gradient of the output, `[B, L, H, Dv]`.
+      lse: Log-sum-exp over all keys, float32 `[B, H, L]`.
+      delta: As in `Kernel.backward`, float32 `[B, H, L]`.
+    """
+
+    query: Leaf
+    slots: Slots
+    dout: Leaf = None
+    lse: Leaf = None
+    delta: Leaf = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """What stands for keys and values.
+
+    Attributes:
+      arrays: What `Expansion.expand` makes keys and values from: those themselves, `[B, L, K, D]`
+        and `[B, L, K, Dv]`, or arrays `[B, L, R]` without a head axis.
+      slots: Their tokens.
+    """
+
+    arrays: tuple[Leaf, ...]
+    slots: Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Sums of gradients, float32.
+
+    Attributes:
+      query: Like the queries.
+      keys: Like `Keys.arrays`.
+      weights: Like `Expansion.weights`.
+    """
+
+    query: Leaf
+    keys: tuple[Leaf, ...]
+    weights: tuple[Leaf, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of one attention call, as one device sees it. Hashable.
+    """One attention call, as one device sees it.
 
     Attributes:
       kernel: Computes blocks.
-      scores: Mask, scale and soft cap.
+      scores: Mask, scale, and what else makes a weight.
       layout: Which tokens each sequence shard holds.
-      sequence_axes: Mesh axes over which keys differ during attention (ring, all-gather).
-      head_axes: Mesh axes over which heads differ during attention (Ulysses).
-      sequence_degree, head_degree: Devices along each.
+      num_shards: Sequence shards.
+      expansion: Makes keys and values from what is sent.
+      in_order: Whether collectives that share no data must be kept apart: XLA's CPU runtime may
+        run a loop of collectives beside others that do not depend on it, and mix the two up.
     """
 
     kernel: Kernel
     scores: Scores
     layout: Layout
-    sequence_axes: Axes
-    head_axes: Axes
-    sequence_degree: int
-    head_degree: int
+    num_shards: int
+    expansion: Expansion
+    in_order: bool = False
 
-    def shard(self) -> Array | int:
-        """Number of this device's sequence shard."""
-        return lax.axis_index(self.sequence_axes) if self.sequence_axes else 0
+    def tokens(self, slots: Slots, length: int) -> Tokens:
+        """Tokens of a run of `length` slots."""
+        index = slots.index
+        if index is None:
+            shard_len = length // slots.shards.shape[0]
+            run = jnp.arange(shard_len, dtype=jnp.int32)
+            seq_len = shard_len * self.num_shards
+            shards = slots.shards[:, None]
+            index = self.layout.token_index(shards, seq_len, self.num_shards, run)
+            index = jnp.asarray(index, jnp.int32).reshape(1, length)
+        return Tokens(index, slots.segment_ids, slots.key_ranges)
 
-    def tokens(self, shard: Array | int, shard_len: int, metadata: Metadata) -> Tokens:
-        """Tokens of a sequence shard of `shard_len` slots."""
-        if metadata.positions is not None:
-            return Tokens(metadata.positions, metadata.segment_ids)
-        slots = jnp.arange(shard_len, dtype=jnp.int32)
-        degree = self.sequence_degree
-        index = self.layout.token_index(shard, shard_len * degree, degree, slots)
-        return Tokens(jnp.asarray(index, jnp.int32)[None], metadata.segment_ids)
+    def heads(self, first: Array | int, count: int) -> Call:
+        """The same call for some of the query heads."""
+        scores, expansion = self.scores, self.expansion
+        slopes, dropout = scores.alibi_slopes, scores.dropout
+        if slopes is not None:
+            slopes = lax.dynamic_slice_in_dim(slopes, first, count)
+        if dropout is not None:
+            heads = lax.dynamic_slice_in_dim(dropout.heads, first, count)
+            dropout = dataclasses.replace(dropout, heads=heads)
+        scores = dataclasses.replace(scores, alibi_slopes=slopes, dropout=dropout)
+        expansion = expansion.heads(first, count)
+        return dataclasses.replace(self, scores=scores, expansion=expansion)
 
-    def any_visible(self, query_tokens: Tokens, key_tokens: Tokens) -> Array:
-        """False only if no query sees any of the keys: the step can be skipped."""
-        query = block_extents(query_tokens, _coarse_block(query_tokens.length))
-        key = block_extents(key_tokens, _coarse_block(key_tokens.length))
-        query = jax.tree.map(lambda x: x[:, :, None], query)
-        key = jax.tree.map(lambda x: x[:, None, :], key)
-        possible, _ = classify(self.scores.mask, query, key)
-        return possible.any()
+    def after(self, arrays: Tree, before: Any) -> Tree:
+        """The arrays, not to be used before `before` is there, where order must be kept."""
+        return wait_for(arrays, before) if self.in_order else arrays
 
 
 @runtime_checkable
 class Strategy(Protocol):
-    """Brings keys and values to queries. Runs on each device, inside `jax.shard_map`.
+    """Brings queries and keys together. Runs on each device, inside `jax.shard_map`.
 
-    Arrays are this device's shards, `[B, Sl, H, D]`. Neither direction keeps anything for the
-    other: backward fetches keys and values anew.
+    Arrays are this device's shards. Neither direction keeps anything for the other: backward
+    fetches keys and values anew.
     """
 
-    def forward(
-        self,
-        call: Call,
-        query: Inexact[Array, "B Sl H D"],
-        key: Inexact[Array, "B Sl K D"],
-        value: Inexact[Array, "B Sl K Dv"],
-        metadata: Metadata,
-    ) -> tuple[Inexact[Array, "B Sl H Dv"], Float[Array, "B H Sl"]]:
-        """Computes `(out, lse)` of this device's queries over every key of their rows."""
+    def forward(self, call: Call, queries: Queries, keys: Keys, partial: Partial | None) -> Partial:
+        """Attends over the keys that the level reaches.
+
+        Args:
+          call: What is the same on all levels.
+          queries: The queries.
+          keys: The keys to start from.
+          partial: Results over other keys, to be merged with these; None if there are none.
+
+        Returns:
+          The merged output and log-sum-exp.
+        """
         ...
 
     def backward(
-        self,
-        call: Call,
-        query: Inexact[Array, "B Sl H D"],
-        key: Inexact[Array, "B Sl K D"],
-        value: Inexact[Array, "B Sl K Dv"],
-        dout: Inexact[Array, "B Sl H Dv"],
-        lse: Float[Array, "B H Sl"],
-        delta: Float[Array, "B H Sl"],
-        metadata: Metadata,
-    ) -> tuple[Inexact[Array, "B Sl H D"], Inexact[Array, "B Sl K D"], Inexact[Array, "B Sl K Dv"]]:
-        """Computes `(dq, dk, dv)` of this device's tokens; arguments as in `Kernel.backward`."""
+        self, call: Call, queries: Queries, keys: Keys, sums: Gradients | None
+    ) -> Gradients:
+        """Adds the gradients of the same pairs.
+
+        Args:
+          call: As in `forward`.
+          queries: With `dout`, `lse` and `delta`.
+          keys: As in `forward`.
+          sums: Gradients so far of these queries, these keys and the weights, or None.
+
+        Returns:
+          The sums with these pairs added.
+        """
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """The innermost level: computes what lies on this device."""
+
+    def forward(self, call: Call, queries: Queries, keys: Keys, partial: Partial | None) -> Partial:
+        """See `Strategy.forward`. Keys that no query sees are skipped."""
+        query_tokens, key_tokens = _tokens(call, queries, keys)
+
+        def attend() -> Partial:
+            key, value = call.expansion.expand(keys.arrays)
+            return call.kernel.forward(
+                queries.query, key, value, query_tokens, key_tokens, call.scores
+            )
+
+        if partial is None:
+            return attend()
+        return lax.cond(
+            _any_visible(call, query_tokens, key_tokens),
+            lambda partial: merge(partial, attend()),
+            lambda same: same,
+            partial,
+        )
+
+    def backward(
+        self, call: Call, queries: Queries, keys: Keys, sums: Gradients | None
+    ) -> Gradients:
+        """See `Strategy.backward`."""
+        query_tokens, key_tokens = _tokens(call, queries, keys)
+
+        def share() -> Gradients:
+            key, value = call.expansion.expand(keys.arrays)
+            dquery, dkey, dvalue = call.kernel.backward(
+                queries.query, key, value, queries.dout, queries.lse, queries.delta,
+                query_tokens, key_tokens, call.scores,
+            )  # fmt: skip
+            return Gradients(dquery, *call.expansion.pull(keys.arrays, dkey, dvalue))
+
+        if sums is None:
+            return share()
+        return lax.cond(
+            _any_visible(call, query_tokens, key_tokens),
+            lambda sums: jax.tree.map(jnp.add, sums, share()),
+            lambda same: same,
+            sums,
+        )
+
+
+Tree = TypeVar("Tree")
+
+
+def wait_for(arrays: Tree, before: Any) -> Tree:
+    """Arrays that depend on `before` by data: a 0 that is made of it is added.
+
+    An optimization barrier would not do: it is dropped before XLA's CPU runtime orders anything.
+    """
+    first = jax.tree.leaves(before)[0]
+    some: Float[Array, ""] = first[(0,) * first.ndim].astype(jnp.float32)
+    zero = jnp.minimum(jnp.abs(some), 0)
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype), arrays)
+
+
+def _tokens(call: Call, queries: Queries, keys: Keys) -> tuple[Tokens, Tokens]:
+    return (
+        call.tokens(queries.slots, queries.query.shape[1]),
+        call.tokens(keys.slots, keys.arrays[0].shape[1]),
+    )
+
+
+def _any_visible(call: Call, query_tokens: Tokens, key_tokens: Tokens) -> Array:
+    """False only if no query sees any of the keys: the step can be skipped."""
+    query = query_extents(call.scores.mask, query_tokens, _coarse_block(query_tokens.length))
+    key = key_extents(key_tokens, _coarse_block(key_tokens.length))
+    query = jax.tree.map(lambda x: x[:, :, None], query)
+    key = jax.tree.map(lambda x: x[:, None, :], key)
+    possible, _ = classify(query, key)
+    return possible.any()
 
 
 def _coarse_block(length: int) -> int:

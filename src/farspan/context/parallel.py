@@ -9,20 +9,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from farspan import schedules
-from farspan.context.all_gather import AllGather
-from farspan.context.base import Strategy
+from farspan.context.all_gather import Gather
+from farspan.context.base import Local, Strategy
+from farspan.context.halo import Halo
 from farspan.context.ring import Ring
-from farspan.context.ulysses import Ulysses
-from farspan.context.usp import usp
+from farspan.context.staged import Staged
+from farspan.context.ulysses import Exchange
 from farspan.dist import BATCH_AXES, CONTEXT_AXES, axis_product, present
 from farspan.layouts import Layout, get_layout
-
-_STRATEGIES: dict[str, Strategy] = {
-    "all_gather": AllGather(),
-    "ulysses": Ulysses(),
-    "ring": Ring(),
-    "usp": usp(),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +26,22 @@ class ContextParallel:
     Attributes:
       mesh: A mesh with the axes named below; one that it lacks counts as size 1.
         `farspan.make_mesh` makes such a mesh.
-      strategy: `all_gather`, `ulysses`, `ring` or `usp`. `usp` rings over the first context axis
-        and exchanges heads over the second; the others use both axes as one.
-      layout: `contiguous`, `zigzag` or `striped`: which tokens each device holds. Arrays that are
-        passed to `farspan.attention` must lie in its order (`farspan.shard_sequence`).
-      context_axes: The mesh's axes that split the sequence, (ring, ulysses).
+      strategy: `all_gather`, `ulysses`, `ring`, `usp`, or `halo` for masks of bounded reach. `usp`
+        and `halo` exchange heads over the last context axis; the others use all axes as one.
+        `ring` and `usp` make a ring of rings where there is an outer ring.
+      layout: `contiguous`, `zigzag`, `striped` or `balanced`: which tokens each device holds.
+        Arrays that are passed to `farspan.attention` must lie in its order
+        (`farspan.shard_sequence`).
+      head_groups: Groups into which `all_gather` and `ulysses` cut the heads: the next group's keys
+        are fetched while one group attends, and only two groups' are held. 1: all heads at once.
+      context_axes: The mesh's axes that split the sequence, (outer ring, ring, ulysses) or (ring,
+        ulysses).
       batch_axes: Axes that split the batch.
       head_axis: Axis that splits the heads (tensor parallelism).
 
     Raises:
-      ValueError: If the strategy or the layout is unknown, or no context axis is in the mesh.
+      ValueError: If the strategy or the layout is unknown, no context axis is in the mesh, or a
+        number is out of range.
 
     Source: strategies: arXiv:2407.21783, 2309.14509, 2310.01889, 2405.07719.
     """
@@ -49,13 +49,23 @@ class ContextParallel:
     mesh: Mesh
     strategy: str = "ring"
     layout: str = "zigzag"
-    context_axes: tuple[str, str] = CONTEXT_AXES
+    head_groups: int = 1
+    context_axes: tuple[str, ...] = CONTEXT_AXES
     batch_axes: tuple[str, ...] = BATCH_AXES
     head_axis: str = "tensor"
 
     def __post_init__(self) -> None:
         get_layout(self.layout)
         schedules.degrees(self.strategy, 1, 1)
+        if len(self.context_axes) not in (2, 3):
+            raise ValueError(
+                "ContextParallel: context_axes must be (ring, ulysses) or (outer ring, ring, "
+                f"ulysses), got {self.context_axes}"
+            )
+        if self.head_groups < 1:
+            raise ValueError(
+                f"ContextParallel: head_groups must be at least 1, got {self.head_groups}"
+            )
         if not present(self.mesh, self.context_axes):
             raise ValueError(
                 f"ContextParallel: the mesh must have a context axis, {self.context_axes}, got a "
@@ -63,43 +73,88 @@ class ContextParallel:
                 ", or name yours with context_axes=(ring, ulysses)"
             )
 
+    def with_strategy(self, strategy: str) -> ContextParallel:
+        """Another strategy on the same mesh and the same layout, for some of a model's layers.
+
+        Raises:
+          ValueError: If the two would not cut a row into the same shards.
+        """
+        other = dataclasses.replace(self, strategy=strategy)
+        if other.degrees.sequence != self.degrees.sequence:
+            raise ValueError(
+                "with_strategy: both must cut a row into as many sequence shards, got "
+                f"{self.split} with {self.degrees.sequence} and {other.split} with "
+                f"{other.degrees.sequence}; use another split of the context axes"
+            )
+        return other
+
     @property
     def layout_object(self) -> Layout:
         """The layout that the name selects."""
         return get_layout(self.layout)
 
-    @property
-    def strategy_object(self) -> Strategy:
-        """The strategy that the name selects."""
-        return _STRATEGIES[self.strategy]
+    def strategy_object(self, hops: schedules.Hops | None = None) -> Strategy:
+        """Composes the strategy that the name selects.
+
+        Args:
+          hops: How far keys must travel in a ring, integers or arrays; None: all the way round.
+        """
+        degrees = self.degrees
+        if self.strategy == "all_gather":
+            stage = Gather(self.sequence_axes, degrees.sequence)
+            return Staged(stage, Local(), self.head_groups)
+        if self.strategy == "ring":
+            return self._ring(hops)
+        inner: Strategy = Local()
+        if self.strategy == "usp":
+            inner = self._ring(hops)
+        elif self.strategy == "halo":
+            inner = Halo(self.sequence_axes, degrees.sequence)
+        stage = Exchange(self.exchange_axes, degrees.heads)
+        return Staged(stage, inner, self.head_groups)
+
+    def _ring(self, hops: schedules.Hops | None) -> Strategy:
+        degrees, axes = self.degrees, self.sequence_axes
+        if degrees.outer == 1:
+            return Ring(axes, degrees.sequence, hops=hops)
+        inner = degrees.sequence // degrees.outer
+        if hops is not None:
+            hops = schedules.group_hops(hops, inner, degrees.outer)
+        inside = Ring(axes[1:], inner)
+        return Ring(axes[:1], degrees.outer, inside, hops, stride=inner)
 
     @property
     def degrees(self) -> schedules.Degrees:
         """Devices per role; `degrees.sequence` is the number of shards the layout cuts."""
-        ring, ulysses = (self.mesh.shape.get(axis, 1) for axis in self.context_axes)
-        return schedules.degrees(self.strategy, ring, ulysses)
+        *outer, ring, ulysses = (self.mesh.shape.get(axis, 1) for axis in self.context_axes)
+        return schedules.degrees(self.strategy, ring, ulysses, *outer)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which keys differ during attention."""
+        """Mesh axes over which keys differ during attention, outermost first."""
         if self.strategy == "ulysses":
             return ()
-        axes = self.context_axes[:1] if self.strategy == "usp" else self.context_axes
-        return present(self.mesh, axes)
+        exchanged = self.strategy in ("usp", "halo")
+        return present(self.mesh, self.context_axes[:-1] if exchanged else self.context_axes)
 
     @property
     def exchange_axes(self) -> tuple[str, ...]:
         """Mesh axes over which heads differ during attention."""
-        axes = {"ulysses": self.context_axes, "usp": self.context_axes[1:]}
+        last = self.context_axes[-1:]
+        axes = {"ulysses": self.context_axes, "usp": last, "halo": last}
         return present(self.mesh, axes.get(self.strategy, ()))
 
     @property
     def split(self) -> str:
         """The strategy and its sizes in words, such as `usp = ring 4 x ulysses 2`."""
         degrees = self.degrees
-        if self.strategy == "usp":
-            return f"usp = ring {degrees.sequence} x ulysses {degrees.heads}"
-        return f"{self.strategy} {degrees.total}"
+        inner = degrees.sequence // degrees.outer
+        ring = f"{degrees.outer} x {inner}" if degrees.outer > 1 else f"{degrees.sequence}"
+        if self.strategy == "usp" or (self.strategy == "halo" and degrees.heads > 1):
+            first = "halo" if self.strategy == "halo" else "ring"
+            return f"{self.strategy} = {first} {ring} x ulysses {degrees.heads}"
+        groups = f" in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
+        return f"{self.strategy} {ring if self.strategy == 'ring' else degrees.total}{groups}"
 
     @property
     def tensor(self) -> int:

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("data", "pipe", "fsdp", "cp_ring", "cp_ulysses", "tensor")
+AXES = ("data", "pipe", "fsdp", "cp_ring_outer", "cp_ring", "cp_ulysses", "tensor")
 """Mesh axes, outermost first."""
 
 BATCH_AXES = ("data", "fsdp")
 """Axes over which rows are split."""
 
-CONTEXT_AXES = ("cp_ring", "cp_ulysses")
-"""Axes over which a row is split; shard order is (ring, ulysses), ring outermost."""
+CONTEXT_AXES = ("cp_ring_outer", "cp_ring", "cp_ulysses")
+"""Axes over which a row is split; shard order is (outer ring, ring, ulysses)."""
 
-PARAMETER_AXES = ("data", "fsdp", "cp_ring", "cp_ulysses")
+PARAMETER_AXES = ("data", "fsdp", *CONTEXT_AXES)
 """Axes over which parameters, gradients and optimizer state are split together."""
 
 
@@ -28,6 +28,7 @@ def make_mesh(
     data: int = 1,
     pipe: int = 1,
     fsdp: int = 1,
+    cp_ring_outer: int = 1,
     cp_ring: int = 1,
     cp_ulysses: int = 1,
     tensor: int = 1,
@@ -39,8 +40,9 @@ def make_mesh(
       data: Replicas of the batch.
       pipe: Pipeline stages.
       fsdp: Shards of batch and parameters.
-      cp_ring: Shards of the sequence, outer.
-      cp_ulysses: Shards of the sequence, inner.
+      cp_ring_outer: Shards of the sequence in a ring over slow links, around the following.
+      cp_ring: Shards of the sequence in a ring.
+      cp_ulysses: Shards of the sequence that exchange heads, innermost.
       tensor: Shards of heads and feed-forward width.
       devices: JAX devices to use, in order; by default the first of `jax.devices()`.
 
@@ -50,7 +52,7 @@ def make_mesh(
     Raises:
       ValueError: If a size is below 1 or there are too few devices.
     """
-    sizes = (data, pipe, fsdp, cp_ring, cp_ulysses, tensor)
+    sizes = (data, pipe, fsdp, cp_ring_outer, cp_ring, cp_ulysses, tensor)
     named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1)
     if min(sizes) < 1:
         raise ValueError(f"make_mesh: every axis size must be at least 1, got {named}")

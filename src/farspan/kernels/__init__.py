@@ -2,6 +2,7 @@
 
 from farspan.errors import unknown_choice
 from farspan.kernels.base import Kernel, Scores
+from farspan.kernels.dropout import Dropout
 from farspan.kernels.reference import ReferenceKernel
 from farspan.kernels.xla import XlaKernel
 
@@ -27,4 +28,4 @@ def get_kernel(kernel: str | Kernel) -> Kernel:
     return KERNELS[kernel]
 
 
-__all__ = ["KERNELS", "Kernel", "ReferenceKernel", "Scores", "XlaKernel", "get_kernel"]
+__all__ = ["KERNELS", "Dropout", "Kernel", "ReferenceKernel", "Scores", "XlaKernel", "get_kernel"]

@@ -9,24 +9,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Float, Inexact
 
+from farspan.kernels.dropout import Dropout
 from farspan.masks import Mask, Tokens
+from farspan.types import Leaf
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How the score of a (query, key) pair is made. Static: hashable, part of the compile key.
+    """How the weight of a (query, key) pair is made. What is static is part of the compile key.
 
     Attributes:
-      mask: Which keys a query may see.
-      scale: Factor on the dot product.
-      logits_soft_cap: If given, scores become `cap * tanh(score / cap)`.
+      mask: Which keys a query may see. Static.
+      scale: Factor on the dot product. Static.
+      logits_soft_cap: If given, scores become `cap * tanh(score / cap)`. Static.
+      alibi_slopes: If given, float32 `[H]`: the score then loses `slope * |i - j|`, i and j being
+        the places of query and key. Source: ALiBi, arXiv:2108.12409.
+      dropout: If given, what happens to the weights after the softmax.
     """
 
-    mask: Mask
-    scale: float
-    logits_soft_cap: float | None = None
+    mask: Mask = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    logits_soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    alibi_slopes: Leaf | None = None
+    dropout: Dropout | None = None
 
 
 @runtime_checkable

@@ -35,7 +35,9 @@ class ReferenceKernel:
         shift = jnp.where(jnp.isfinite(greatest), greatest, 0)
         weight = jnp.where(seen, jnp.exp(score - shift), 0)
         total = weight.sum(-1, keepdims=True)
-        out = _einsum("bkgst,btkd->bskgd", weight / jnp.where(total == 0, 1, total), value)
+        share = weight / jnp.where(total == 0, 1, total)
+        share = share * _dropout(query_tokens, key_tokens, scores, query)
+        out = _einsum("bkgst,btkd->bskgd", share, value)
         lse = jnp.log(total) + shift
         batch, length, kv_heads, group, dim = out.shape
         return (
@@ -64,11 +66,12 @@ class ReferenceKernel:
         score, seen, slope = _masked_scores(query, key, query_tokens, key_tokens, scores)
         shift = jnp.where(jnp.isfinite(lse), lse, 0).reshape(per_row)
         weight = jnp.where(seen, jnp.exp(score - shift), 0)
-        dweight = _einsum("bskgd,btkd->bkgst", dout, value)
+        factor = _dropout(query_tokens, key_tokens, scores, query)
+        dweight = _einsum("bskgd,btkd->bkgst", dout, value) * factor
         dscore = weight * (dweight - delta.reshape(per_row)) * slope
         dquery = _einsum("bkgst,btkd->bskgd", dscore, key).reshape(shape) * scores.scale
         dkey = _einsum("bkgst,bskgd->btkd", dscore, query) * scores.scale
-        return dquery, dkey, _einsum("bkgst,bskgd->btkd", weight, dout)
+        return dquery, dkey, _einsum("bkgst,bskgd->btkd", weight * factor, dout)
 
 
 def _grouped(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -89,5 +92,24 @@ def _masked_scores(
     if scores.logits_soft_cap is not None:
         squashed = jnp.tanh(score / scores.logits_soft_cap)
         score, slope = scores.logits_soft_cap * squashed, 1 - squashed**2
+    if scores.alibi_slopes is not None:
+        distance = abs(query_tokens.index[:, :, None] - key_tokens.index[:, None])
+        slopes = scores.alibi_slopes.reshape(score.shape[1:3])
+        score = score - slopes[:, :, None, None] * distance[:, None, None]
     seen = visible(scores.mask, query_tokens, key_tokens)[:, None, None]
     return score, seen, slope
+
+
+def _dropout(
+    query_tokens: Tokens, key_tokens: Tokens, scores: Scores, query: Array
+) -> Array | float:
+    """Factors on the weights, `[B, K, G, Sq, Sk]`."""
+    if scores.dropout is None:
+        return 1.0
+    kept = scores.dropout.keeps(
+        scores.dropout.rows[:, None, None, None, None],
+        scores.dropout.heads.reshape(query.shape[2:4])[:, :, None, None],
+        query_tokens.index[:, None, None, :, None],
+        key_tokens.index[:, None, None, None, :],
+    )
+    return jnp.where(kept, jnp.asarray(1 / (1 - scores.dropout.rate), query.dtype), 0)

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Inexact, Int
 
 from farspan.kernels.base import Scores
-from farspan.masks import Extents, Tokens, block_extents, classify
+from farspan.masks import Extents, Tokens, classify, key_extents, query_extents
 from farspan.masks.tokens import in_ranges
 from farspan.types import PAD_SEGMENT_ID
 
@@ -71,7 +71,7 @@ class XlaKernel:
                 weight = jnp.exp(score - new_greatest)
                 fade = jnp.exp(greatest - new_greatest)
                 value_block = _at(value_blocks, row.batch, row.head, block).astype(dtype)
-                out = out * fade + grid.dot(value_block, weight, 1, 0)
+                out = out * fade + grid.dot(value_block, grid.kept(weight, row, block), 1, 0)
                 return new_greatest, total * fade + weight.sum(0), out
 
             greatest, total, out = lax.fori_loop(
@@ -132,9 +132,12 @@ class XlaKernel:
                 )
                 weight = jnp.exp(score - lse_row)
                 dweight = grid.dot(_at(value_blocks, *place).astype(dtype), dout_row, 1, 1)
+                dweight = grid.kept(dweight, row, block)
                 dscore = weight * (dweight - delta_row) * slope
                 dkey = _add_at(dkey, grid.dot(dscore, query_row, 1, 0), *place)
-                dvalue = _add_at(dvalue, grid.dot(weight, dout_row, 1, 0), *place)
+                dvalue = _add_at(
+                    dvalue, grid.dot(grid.kept(weight, row, block), dout_row, 1, 0), *place
+                )
                 key_column = _at(key_columns, *place).astype(dtype)
                 return dkey, dvalue, dquery + grid.dot(key_column, dscore, 1, 0)
 
@@ -204,8 +207,8 @@ class _Grid:
             precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
             query_tokens=query_tokens,
             key_tokens=key_tokens,
-            query_extents=block_extents(query_tokens, query_block),
-            key_extents=block_extents(key_tokens, key_block),
+            query_extents=query_extents(scores.mask, query_tokens, query_block),
+            key_extents=key_extents(key_tokens, key_block),
             scores_spec=scores,
         )  # fmt: skip
 
@@ -226,9 +229,9 @@ class _Grid:
         """Unpacks the running number of a row of blocks and lists the key blocks it can see."""
         rest, block = jnp.divmod(place, self.query_blocks)
         batch, head = jnp.divmod(rest, self.kv_heads)
-        query_extents = jax.tree.map(lambda x: _entry(x, batch)[block], self.query_extents)
-        key_extents = jax.tree.map(lambda x: _entry(x, batch), self.key_extents)
-        possible, whole = classify(self.scores_spec.mask, query_extents, key_extents)
+        queries = jax.tree.map(lambda x: _entry(x, batch)[block], self.query_extents)
+        keys = jax.tree.map(lambda x: _entry(x, batch), self.key_extents)
+        possible, whole = classify(queries, keys)
         order = jnp.nonzero(possible, size=possible.shape[0], fill_value=0)[0]
         tokens = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(
@@ -248,15 +251,16 @@ class _Grid:
         if cap is not None:
             squashed = jnp.tanh(score / cap)
             score, slope = cap * squashed, 1 - squashed**2
+        slopes = self.scores_spec.alibi_slopes
+        if slopes is not None:
+            distance = abs(self.keys_of(row, block).index[:, None] - row.tokens.index)
+            by_head = lax.dynamic_slice_in_dim(slopes, row.head * self.group, self.group)
+            bias = (distance[..., None] * by_head).astype(self.accumulate)
+            score = score - bias.reshape(score.shape)
 
         def masked(score: Array) -> Array:
-            tokens = jax.tree.map(
-                lambda x: lax.dynamic_slice_in_dim(
-                    _entry(x, row.batch), block * self.key_block, self.key_block
-                ),
-                self.key_tokens,
-            )
-            ranges = self.scores_spec.mask.key_ranges(row.tokens.index)
+            tokens = self.keys_of(row, block)
+            ranges = self.scores_spec.mask.key_ranges(row.tokens.index, row.tokens.ranges)
             seen = in_ranges(ranges, tokens.index[:, None])
             if tokens.segment is not None:
                 segment = tokens.segment[:, None]
@@ -266,6 +270,28 @@ class _Grid:
             return jnp.where(seen[..., None], split, _MASKED).reshape(score.shape)
 
         return lax.cond(row.whole[block], lambda score: score, masked, score), slope
+
+    def kept(self, weight: Array, row: _Row, block: Array) -> Array:
+        """Applies dropout to weights, or to their gradients, `[keys, rows]` of one block."""
+        dropout = self.scores_spec.dropout
+        if dropout is None:
+            return weight
+        kept = dropout.keeps(
+            dropout.rows[row.batch],
+            lax.dynamic_slice_in_dim(dropout.heads, row.head * self.group, self.group),
+            row.tokens.index[:, None],
+            self.keys_of(row, block).index[:, None, None],
+        )
+        return jnp.where(kept.reshape(weight.shape), weight * (1 / (1 - dropout.rate)), 0)
+
+    def keys_of(self, row: _Row, block: Array) -> Tokens:
+        """Tokens of one block of keys."""
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(
+                _entry(x, row.batch), block * self.key_block, self.key_block
+            ),
+            self.key_tokens,
+        )
 
     def dot(self, left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
         dims = (((left_axis,), (right_axis,)), ((), ()))

@@ -44,6 +44,16 @@ class Layout(abc.ABC):
           int32 `[seq_len // num_shards]`: the place in the row of the token in each slot.
         """
 
+    def runs(self, num_shards: int) -> list[tuple[int, ...]] | None:
+        """The runs of neighbouring tokens that each shard is made of.
+
+        Returns:
+          For each shard, the numbers of its runs in the row, in slot order; runs are equally long.
+          None where shards are not made of runs that are known beforehand.
+        """
+        del num_shards
+        return None
+
     def multiple(self, num_shards: int) -> int:
         """The number that `seq_len` must be a multiple of."""
         return self.chunks_per_shard * num_shards
@@ -98,6 +108,10 @@ class Contiguous(Layout):
         """See `Layout.token_index`."""
         return shard * (seq_len // num_shards) + slots
 
+    def runs(self, num_shards: int) -> list[tuple[int, ...]]:
+        """See `Layout.runs`."""
+        return [(shard,) for shard in range(num_shards)]
+
 
 class Zigzag(Layout):
     """Of 2P chunks, shard r holds chunks r and 2P - 1 - r: equal work under a causal mask."""
@@ -110,6 +124,10 @@ class Zigzag(Layout):
         chunk = seq_len // (2 * num_shards)
         late = slots >= chunk
         return shard * chunk + slots + late * (2 * num_shards - 2 - 2 * shard) * chunk
+
+    def runs(self, num_shards: int) -> list[tuple[int, ...]]:
+        """See `Layout.runs`."""
+        return [(shard, 2 * num_shards - 1 - shard) for shard in range(num_shards)]
 
 
 class Striped(Layout):
@@ -127,7 +145,29 @@ class Striped(Layout):
         return slots * num_shards + shard
 
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Striped())}
+class Balanced(Layout):
+    """Each batch gets an order of its own, solved on the host from the work of its documents.
+
+    The order is data and not code: it comes with the batch (`farspan.place_rows`), and a new
+    packing compiles nothing anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("balanced", 1)
+
+    def token_index(self, shard: Any, seq_len: int, num_shards: int, slots: Any) -> Any:
+        """Raises ValueError: there is no order without a batch."""
+        del shard, seq_len, num_shards, slots
+        raise ValueError(
+            "layout balanced: the order of a row is solved for each batch, got none; make it with "
+            "placement = farspan.place_rows(context, mask, segment_ids) and pass it on as "
+            "placement=, or use layout zigzag"
+        )
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (Contiguous(), Zigzag(), Striped(), Balanced())
+}
 
 
 def get_layout(name: str) -> Layout:

@@ -9,7 +9,10 @@ from farspan.masks.base import UNBOUNDED, Mask
 
 
 def pairs_per_query(
-    mask: Mask, seq_len: int, segment_ids: NDArray[np.int32] | None = None
+    mask: Mask,
+    seq_len: int,
+    segment_ids: NDArray[np.int32] | None = None,
+    key_ranges: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int64]:
     """Counts the keys that each query of one row sees.
 
@@ -18,6 +21,7 @@ def pairs_per_query(
       seq_len: Tokens in the row, `S`.
       segment_ids: Document of each token in the order of the text, int32 `[S]`, 0 for padding;
         None for one document. The tokens of a document must be neighbours.
+      key_ranges: The batch's own ranges, int32 `[S, n, 2]`, if the mask reads them.
 
     Returns:
       int64 `[S]`: visible keys of each query, 0 for padding.
@@ -28,38 +32,64 @@ def pairs_per_query(
     Cost:
       O(S) time and memory for a mask of one range.
     """
-    index = np.arange(seq_len, dtype=np.int64)
-    start, stop = np.zeros_like(index), np.full_like(index, seq_len)
-    if segment_ids is not None:
-        start, stop = document_bounds(segment_ids)
-    bounds = [
-        (np.clip(np.broadcast_to(lo, index.shape), start, stop),
-         np.clip(np.broadcast_to(hi, index.shape), start, stop))
-        for lo, hi in mask.key_ranges(index)
-    ]  # fmt: skip
-    lows, highs = np.stack([lo for lo, _ in bounds]), np.stack([hi for _, hi in bounds])
+    lows, highs = clipped_ranges(mask, seq_len, segment_ids, key_ranges)
     order = np.argsort(lows, axis=0, kind="stable")
     lows, highs = np.take_along_axis(lows, order, 0), np.take_along_axis(highs, order, 0)
-    count = np.zeros_like(index)
-    covered = np.full_like(index, -UNBOUNDED)
+    count = np.zeros(seq_len, np.int64)
+    covered = np.full(seq_len, -UNBOUNDED, np.int64)
     for lo, hi in zip(lows, highs, strict=True):
         count += np.maximum(0, hi - np.maximum(lo, covered))
         covered = np.maximum(covered, hi)
     return count
 
 
-def visible_pairs(mask: Mask, seq_len: int, segment_ids: NDArray[np.int32] | None = None) -> int:
+def clipped_ranges(
+    mask: Mask,
+    seq_len: int,
+    segment_ids: NDArray[np.int32] | None = None,
+    key_ranges: NDArray[np.int32] | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Gives the ranges of keys that each query of one row sees, cut to its document.
+
+    Args:
+      mask: As in `pairs_per_query`.
+      seq_len: As in `pairs_per_query`.
+      segment_ids: As in `pairs_per_query`.
+      key_ranges: As in `pairs_per_query`.
+
+    Returns:
+      `(lo, hi)`, int64 `[ranges, S]` each, in 0..S; a range with `hi <= lo` is empty.
+    """
+    index = np.arange(seq_len, dtype=np.int64)
+    start, stop = np.zeros_like(index), np.full_like(index, seq_len)
+    if segment_ids is not None:
+        start, stop = document_bounds(segment_ids)
+    bounds = mask.key_ranges(index, key_ranges)
+    clipped = np.array([
+        [np.clip(np.broadcast_to(bound, index.shape), start, stop) for bound in pair]
+        for pair in bounds
+    ])  # fmt: skip
+    return clipped[:, 0], clipped[:, 1]
+
+
+def visible_pairs(
+    mask: Mask,
+    seq_len: int,
+    segment_ids: NDArray[np.int32] | None = None,
+    key_ranges: NDArray[np.int32] | None = None,
+) -> int:
     """Counts the visible (query, key) pairs of one row: the work of attention per head.
 
     Args:
       mask: The mask.
       seq_len: Tokens in the row, `S`.
       segment_ids: As in `pairs_per_query`.
+      key_ranges: As in `pairs_per_query`.
 
     Returns:
       The exact count; a causal document of n tokens has n * (n + 1) / 2.
     """
-    return int(pairs_per_query(mask, seq_len, segment_ids).sum())
+    return int(pairs_per_query(mask, seq_len, segment_ids, key_ranges).sum())
 
 
 def document_bounds(

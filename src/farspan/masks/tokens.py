@@ -6,7 +6,7 @@ The functions here use array operators only, so they take NumPy and JAX arrays a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,13 @@ class Tokens:
       index: Place in the row, int32 `[B, S]` or `[1, S]` where all rows agree.
       segment: Document of each token, int32 `[B, S]`, `PAD_SEGMENT_ID` for padding; None when
         each row is one document without padding.
+      ranges: Ranges of keys that each query sees by the batch's own data, int32 `[B, S, n, 2]`;
+        None where the mask reads none. Keys have none.
     """
 
     index: Leaf
     segment: Leaf | None = None
+    ranges: Leaf | None = None
 
     @property
     def length(self) -> int:
@@ -39,15 +42,25 @@ class Tokens:
         return self.index.shape[-1]
 
 
+class RangeExtents(NamedTuple):
+    """Least and greatest bounds of one range over each block of queries; None: unbounded."""
+
+    lo_min: Leaf | None
+    lo_max: Leaf | None
+    hi_min: Leaf | None
+    hi_max: Leaf | None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extents:
-    """Least and greatest index and segment of each block of tokens, padding left out.
+    """Extremes of each block of tokens, padding left out. All `[..., num_blocks]`.
 
     Attributes:
-      index_min, index_max: `[..., num_blocks]`. A block of padding alone has min > max.
-      segment_min, segment_max: Likewise, or None where tokens have no segments.
+      index_min, index_max: Of the places. A block of padding alone has min > max.
+      segment_min, segment_max: Of the segments, or None where tokens have none.
       padded: Whether the block holds padding, or None likewise.
+      ranges: Of the ranges of keys that the queries see; empty for keys.
     """
 
     index_min: Leaf
@@ -55,6 +68,7 @@ class Extents:
     segment_min: Leaf | None = None
     segment_max: Leaf | None = None
     padded: Leaf | None = None
+    ranges: tuple[RangeExtents, ...] = ()
 
 
 def visible(mask: Mask, query: Tokens, key: Tokens) -> Any:
@@ -68,7 +82,8 @@ def visible(mask: Mask, query: Tokens, key: Tokens) -> Any:
     Returns:
       Bool `[B or 1, Sq, Sk]`. Padding sees nothing and is seen by nothing.
     """
-    seen = in_ranges(mask.key_ranges(query.index[..., :, None]), key.index[..., None, :])
+    given = None if query.ranges is None else query.ranges[..., :, None, :, :]
+    seen = in_ranges(mask.key_ranges(query.index[..., :, None], given), key.index[..., None, :])
     if query.segment is not None and key.segment is not None:
         query_segment, key_segment = query.segment[..., :, None], key.segment[..., None, :]
         seen = seen & (query_segment == key_segment) & (key_segment != PAD_SEGMENT_ID)
@@ -89,7 +104,7 @@ def in_ranges(ranges: Ranges, key_index: Any) -> Any:
     return result
 
 
-def block_extents(tokens: Tokens, block: int) -> Extents:
+def key_extents(tokens: Tokens, block: int) -> Extents:
     """Extents of each block of `block` neighbouring slots.
 
     Args:
@@ -99,22 +114,38 @@ def block_extents(tokens: Tokens, block: int) -> Extents:
     Returns:
       Extents of shape `[B or 1, S // block]`.
     """
-    index = tokens.index.reshape(*tokens.index.shape[:-1], -1, block)
-    if tokens.segment is None:
-        return Extents(index.min(-1), index.max(-1))
-    segment = tokens.segment.reshape(*tokens.segment.shape[:-1], -1, block)
-    real = segment != PAD_SEGMENT_ID
-    return Extents(
-        index_min=jnp.where(real, index, UNBOUNDED).min(-1),
-        index_max=jnp.where(real, index, -UNBOUNDED).max(-1),
-        segment_min=jnp.where(real, segment, UNBOUNDED).min(-1),
-        segment_max=jnp.where(real, segment, -UNBOUNDED).max(-1),
-        padded=~real.all(-1),
-    )
+    segment = tokens.segment
+    index_min, index_max = _extremes(tokens.index, segment, block)
+    if segment is None:
+        return Extents(index_min, index_max)
+    segment_min, segment_max = _extremes(segment, segment, block)
+    padded = _blocks(segment == PAD_SEGMENT_ID, block).any(-1)
+    return Extents(index_min, index_max, segment_min, segment_max, padded)
 
 
-def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
+def query_extents(mask: Mask, tokens: Tokens, block: int) -> Extents:
+    """`key_extents` of queries, and the extremes of the ranges of keys that they see."""
+    ranges: list[RangeExtents] = []
+    for bounds in mask.key_ranges(tokens.index, tokens.ranges):
+        found: list[Leaf | None] = []
+        for bound, none in zip(bounds, (-UNBOUNDED, UNBOUNDED), strict=True):
+            if isinstance(bound, int) and bound == none:
+                found += [None, None]
+            else:
+                every = jnp.broadcast_to(
+                    bound, jnp.broadcast_shapes(jnp.shape(bound), tokens.index.shape)
+                )
+                found += _extremes(every, tokens.segment, block)
+        ranges.append(RangeExtents(*found))
+    return dataclasses.replace(key_extents(tokens, block), ranges=tuple(ranges))
+
+
+def classify(query: Extents, key: Extents) -> tuple[Any, Any]:
     """Classifies pairs of blocks as empty, partial or full (extents broadcast together).
+
+    Args:
+      query: From `query_extents`.
+      key: From `key_extents`.
 
     Returns:
       `(possible, certain)`, bool: a block pair is empty where `possible` is False (no query in it
@@ -124,10 +155,14 @@ def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
     """
     possible: Any = False
     certain: Any = False
-    least, greatest = mask.key_ranges(query.index_min), mask.key_ranges(query.index_max)
-    for (lo_least, hi_least), (lo_greatest, hi_greatest) in zip(least, greatest, strict=True):
-        possible = possible | ((key.index_max >= lo_least) & (key.index_min < hi_greatest))
-        certain = certain | ((key.index_min >= lo_greatest) & (key.index_max < hi_least))
+    for lo_min, lo_max, hi_min, hi_max in query.ranges:
+        some: Any = True
+        every: Any = True
+        if lo_min is not None:
+            some, every = key.index_max >= lo_min, key.index_min >= lo_max
+        if hi_max is not None:
+            some, every = some & (key.index_min < hi_max), every & (key.index_max < hi_min)
+        possible, certain = possible | some, certain | every
     possible = possible & (key.index_min <= key.index_max) & (query.index_min <= query.index_max)
     if query.segment_min is not None:
         assert key.segment_min is not None, "queries and keys both have segments, or neither has"
@@ -145,6 +180,19 @@ def classify(mask: Mask, query: Extents, key: Extents) -> tuple[Any, Any]:
             & (key.padded == 0)
         )
     return possible, certain & possible
+
+
+def _blocks(x: Any, block: int) -> Any:
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def _extremes(x: Any, segment: Any | None, block: int) -> tuple[Any, Any]:
+    """Least and greatest of each block, padding left out."""
+    if segment is None:
+        return _blocks(x, block).min(-1), _blocks(x, block).max(-1)
+    real = segment != PAD_SEGMENT_ID
+    least = _blocks(jnp.where(real, x, UNBOUNDED), block).min(-1)
+    return least, _blocks(jnp.where(real, x, -UNBOUNDED), block).max(-1)
 
 
 def block_map(mask: Mask, query: Tokens, key: Tokens, query_block: int, key_block: int) -> Any:

@@ -1,6 +1,7 @@
 """The dense float64 oracle: attention by its definition, and its gradients in closed form.
 
-Shares no code with the kernels or strategies that it judges, only the statement of the mask.
+Shares no code with the kernels or strategies that it judges, only the statements of the mask and of
+which pairs dropout drops.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farspan.kernels import Dropout
 from farspan.masks import Mask, Tokens, visible
 
 F64 = NDArray[np.float64]
@@ -36,8 +38,9 @@ def dense_attention(
       key: `[B, S, K, D]`.
       value: `[B, S, K, Dv]`.
       return_lse: Whether to return the log-sum-exp, too.
-      **arguments: `mask`, `segment_ids`, `positions`, `scale`, `logits_soft_cap` and `sinks`, as
-        in `farspan.attention`.
+      **arguments: `mask`, `segment_ids`, `positions`, `scale`, `logits_soft_cap`, `sinks`,
+        `key_ranges`, `alibi_slopes`, `dropout_rate` and `dropout_seed`, as in
+        `farspan.attention`.
 
     Returns:
       `out`, or `(out, lse)`, float64 NumPy arrays.
@@ -62,6 +65,10 @@ def dense_attention_vjp(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Any | None = None,
+    key_ranges: Any | None = None,
+    alibi_slopes: Any | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any | None = None,
 ) -> DenseResult:
     """Outputs of dense attention and the gradients that belong to `dout` and `dlse`.
 
@@ -77,6 +84,10 @@ def dense_attention_vjp(
       scale: As in `farspan.attention`.
       logits_soft_cap: As in `farspan.attention`.
       sinks: As in `farspan.attention`.
+      key_ranges: As in `farspan.attention`.
+      alibi_slopes: As in `farspan.attention`.
+      dropout_rate: As in `farspan.attention`.
+      dropout_seed: As in `farspan.attention`.
 
     Returns:
       All outputs and gradients, float64.
@@ -91,13 +102,21 @@ def dense_attention_vjp(
         q, k, v = (np.where((segment != 0)[..., None, None], x, 0) for x in (q, k, v))
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scale = dim**-0.5 if scale is None else scale
-    tokens = Tokens(index, segment)
-    seen = np.broadcast_to(visible(mask, tokens, tokens), (batch, seq_len, seq_len))[:, None]
+    ranges = None if key_ranges is None else np.asarray(key_ranges)
+    queries, keys = Tokens(index, segment, ranges), Tokens(index, segment)
+    seen = np.broadcast_to(visible(mask, queries, keys), (batch, seq_len, seq_len))[:, None]
+    kept = np.float64(1)
+    if dropout_rate:
+        options = {"dropout_rate": dropout_rate, "dropout_seed": dropout_seed}
+        kept = dense_dropout(np.broadcast_to(index, (batch, seq_len)), heads, options)
 
     score, slope = np.einsum("bshd,bthd->bhst", q, k) * scale, np.float64(1)
     if logits_soft_cap is not None:
         squashed = np.tanh(score / logits_soft_cap)
         score, slope = logits_soft_cap * squashed, 1 - squashed**2
+    if alibi_slopes is not None:
+        distance = np.abs(index[:, None, :, None] - index[:, None, None, :])
+        score = score - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance
     score = np.where(seen, score, -np.inf)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
     greatest = np.maximum(score.max(-1), sink[:, None])
@@ -109,14 +128,14 @@ def dense_attention_vjp(
     if segment is not None:
         lse = np.where((segment != 0)[:, None], lse, -np.inf)
     weight = weight / np.where(total == 0, 1, total)[..., None]
-    out = np.einsum("bhst,bthd->bshd", weight, v)
+    out = np.einsum("bhst,bthd->bshd", weight * kept, v)
     if dout is None:
         return DenseResult(out, lse)
 
     sees = ~np.isneginf(lse)
     d_lse = np.where(sees, 0 if dlse is None else np.asarray(dlse).astype(np.float64), 0)
     d_out = np.where(sees.swapaxes(1, 2)[..., None], np.asarray(dout).astype(np.float64), 0)
-    dweight = np.einsum("bshd,bthd->bhst", d_out, v)
+    dweight = np.einsum("bshd,bthd->bhst", d_out, v) * kept
     delta = np.einsum("bshd,bshd->bhs", d_out, out) - d_lse
     dscore = weight * (dweight - delta[..., None]) * slope * scale
     by_group = (batch, seq_len, kv_heads, group, -1)
@@ -126,6 +145,17 @@ def dense_attention_vjp(
         lse,
         dquery=np.einsum("bhst,bthd->bshd", dscore, k),
         dkey=np.einsum("bhst,bshd->bthd", dscore, q).reshape(by_group).sum(3),
-        dvalue=np.einsum("bhst,bshd->bthd", weight, d_out).reshape(by_group).sum(3),
+        dvalue=np.einsum("bhst,bshd->bthd", weight * kept, d_out).reshape(by_group).sum(3),
         dsinks=None if sinks is None else -(sink_share * delta).sum((0, 2)),
     )
+
+
+def dense_dropout(index: Any, num_heads: int, options: dict[str, Any]) -> F64:
+    """Factors of dropout on the weights, float64 `[B, H, S, S]`, for places `[B, S]`."""
+    rate, seed = options["dropout_rate"], options["dropout_seed"]
+    rows, heads = np.arange(len(index)), np.arange(num_heads)
+    keeps = Dropout(np.uint32(seed), rows, heads, rate).keeps(
+        rows[:, None, None, None], heads[:, None, None],
+        index[:, None, :, None], index[:, None, None, :],
+    )  # fmt: skip
+    return np.asarray(keeps) / (1 - rate)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from farspan.context import ContextParallel, attention, shard_sequence, unshard_sequence
+from farspan.context import (
+    ContextParallel,
+    Placement,
+    attention,
+    latent_attention,
+    place_rows,
+    shard_sequence,
+    unshard_sequence,
+)
 from farspan.kernels import Kernel
-from farspan.masks import Causal, Mask
-from farspan.testing.oracle import DenseResult, dense_attention_vjp
+from farspan.masks import Tokens, visible
+from farspan.testing.cases import AttentionCase, Inputs
+from farspan.testing.oracle import dense_attention_vjp, dense_dropout
 
 F32_TOLERANCE = 1e-5
 """Relative error allowed to float32."""
@@ -22,102 +29,12 @@ BF16_FACTOR = 2.0
 """16-bit types may err this many times as much as a plain dense computation in the same type."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
-    """One attention problem.
-
-    Attributes:
-      mask: The mask.
-      batch, seq_len, num_heads, num_kv_heads, head_dim, value_dim: Sizes.
-      documents: Lengths of the documents of each row, padding after them; None for no segment
-        ids. Rows take the list rotated by their number, so that they differ.
-      restart_positions: Whether to pass positions that restart in each document.
-      dtype: Type of q, k, v.
-      scale: As in `farspan.attention`.
-      logits_soft_cap: As in `farspan.attention`.
-      sinks: Whether to pass sinks.
-      seed: Of the random inputs.
-    """
-
-    mask: Mask = dataclasses.field(default_factory=Causal)
-    batch: int = 2
-    seq_len: int = 64
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    value_dim: int = 16
-    documents: tuple[int, ...] | None = None
-    restart_positions: bool = False
-    dtype: str = "float32"
-    scale: float | None = None
-    logits_soft_cap: float | None = None
-    sinks: bool = False
-    seed: int = 0
-
-    def segment_ids(self) -> NDArray[np.int32] | None:
-        """int32 `[B, S]`, or None."""
-        if self.documents is None:
-            return None
-        rows = np.zeros((self.batch, self.seq_len), np.int32)
-        for row in range(self.batch):
-            turn = row % len(self.documents)
-            lengths = self.documents[turn:] + self.documents[:turn]
-            ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
-            rows[row, : len(ids)] = ids[: self.seq_len]
-        return rows
-
-    def inputs(self) -> Inputs:
-        """Draws the inputs, host arrays in the order of the text."""
-        draw = np.random.default_rng(self.seed)
-        dtype = jnp.dtype(self.dtype)
-
-        def normal(heads: int, dim: int) -> Any:
-            return draw.standard_normal((self.batch, self.seq_len, heads, dim)).astype(dtype)
-
-        segment_ids = self.segment_ids()
-        positions = None
-        if self.restart_positions:
-            assert segment_ids is not None, "positions restart in documents"
-            starts = np.diff(segment_ids, axis=1, prepend=-1) != 0
-            index = np.arange(self.seq_len)[None]
-            positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-            positions = positions.astype(np.int32)
-        lse = draw.standard_normal((self.batch, self.num_heads, self.seq_len))
-        return Inputs(
-            query=normal(self.num_heads, self.head_dim),
-            key=normal(self.num_kv_heads, self.head_dim),
-            value=normal(self.num_kv_heads, self.value_dim),
-            dout=normal(self.num_heads, self.value_dim),
-            dlse=lse.astype(np.float32),
-            segment_ids=segment_ids,
-            positions=positions,
-            sinks=draw.standard_normal(self.num_heads).astype(np.float32) if self.sinks else None,
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of `farspan.attention` beside the arrays."""
-        return {"mask": self.mask, "scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
-
-
-class Inputs(NamedTuple):
-    """Inputs of a case; `[B, S, ...]`, dlse `[B, H, S]`, sinks `[H]`."""
-
-    query: Any
-    key: Any
-    value: Any
-    dout: Any
-    dlse: Any
-    segment_ids: Any
-    positions: Any
-    sinks: Any
-
-
 class Parity(NamedTuple):
     """How far one quantity is from the oracle.
 
     Attributes:
-      quantity: `out`, `lse`, `dq`, `dk`, `dv`, `dsinks`, or `out (plain)` and `lse (plain)` from a
-        call that is not differentiated.
+      quantity: `out`, `lse`, the gradients `dq`, `dk`, `dv`, `dsinks` and so on, or `out (plain)`
+        and `lse (plain)` from a call that is not differentiated.
       error: Greatest deviation over the greatest value of the oracle.
       tolerance: What is allowed.
     """
@@ -151,7 +68,8 @@ def attention_parity(
 
     Args:
       case: The problem.
-      context: How the sequence is split; None: not at all.
+      context: How the sequence is split; None: not at all. With the layout `balanced`, the order is
+        solved for the case, and its hops are used.
       kernel: As in `farspan.attention`.
 
     Returns:
@@ -161,22 +79,19 @@ def attention_parity(
       ValueError: If the combination is refused.
     """
     inputs = case.inputs()
-    expected = dense_attention_vjp(*inputs[:5], **_masking(inputs), **case.options())
-    allowed = _tolerances(case, inputs, expected)
+    expected = _expected(case, inputs)
+    allowed = dict.fromkeys(expected, F32_TOLERANCE)
+    if jnp.dtype(case.dtype).itemsize < 4:
+        plain = _plain_dense(case, inputs)
+        allowed = {
+            name: BF16_FACTOR * relative_error(plain[name], value)
+            for name, value in expected.items()
+        }
     found = run_attention(case, inputs, context, kernel)
-    reference = {
-        "out (plain)": expected.out,
-        "lse (plain)": expected.lse,
-        "out": expected.out,
-        "lse": expected.lse,
-        "dq": expected.dquery,
-        "dk": expected.dkey,
-        "dv": expected.dvalue,
-        "dsinks": expected.dsinks,
-    }
+    quantities = {name: name.split(" ")[0] for name in found}
     return [
-        Parity(name, relative_error(value, reference[name]), allowed[name.split(" ")[0]])
-        for name, value in found.items()
+        Parity(name, relative_error(value, expected[quantity]), allowed[quantity])
+        for (name, value), quantity in zip(found.items(), quantities.values(), strict=True)
     ]
 
 
@@ -185,81 +100,145 @@ def run_attention(
     inputs: Inputs,
     context: ContextParallel | None,
     kernel: str | Kernel = "auto",
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """Runs a case plainly and under `jax.vjp`.
+
+    Args:
+      case: The problem.
+      inputs: From `case.inputs()`.
+      context: As in `attention_parity`.
+      kernel: As in `attention_parity`.
+      placement: Of these rows; made here for the layout `balanced` if it is None.
 
     Returns:
       Quantities by name (see `Parity`), in the order of the text.
     """
-    per_token = {"q": inputs.query, "k": inputs.key, "v": inputs.value, "dout": inputs.dout}
-    per_token["dlse"] = inputs.dlse.swapaxes(1, 2)
-    labels = {"segment_ids": inputs.segment_ids, "positions": inputs.positions}
-    arrays = {**per_token, **{name: x for name, x in labels.items() if x is not None}}
-    arrays = arrays if context is None else shard_sequence(arrays, context)
+    if context is not None and context.layout == "balanced" and placement is None:
+        placement = place_case(case, inputs, context)
+    per_token = {**inputs.tokens, "dout": inputs.dout, "dlse": inputs.dlse.swapaxes(1, 2)}
+    arrays = {**per_token, **inputs.labels}
+    arrays = arrays if context is None else shard_sequence(arrays, context, placement)
+    names = tuple(inputs.tokens)
 
-    def call(arrays: dict[str, Any], q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
-        return attention(
-            q, k, v, segment_ids=arrays.get("segment_ids"), positions=arrays.get("positions"),
-            sinks=sinks, context=context, kernel=kernel, return_lse=True, **case.options(),
+    def call(arrays: dict[str, Any], placement: Any, *operands: Any) -> tuple[Any, Any]:
+        tokens, weights = operands[: len(names)], dict(operands[-1])
+        sinks = weights.pop("sinks", None)
+        attend = attention if case.latent is None else latent_attention
+        out, lse = attend(
+            *tokens, *weights.values(), sinks=sinks, context=context, kernel=kernel,
+            placement=placement, return_lse=True, **case.options(),
+            **{name: arrays[name] for name in inputs.labels},
         )  # fmt: skip
+        return out, lse
 
     @jax.jit
-    def plainly(arrays: dict[str, Any], sinks: Any) -> dict[str, Any]:
-        out, lse = call(arrays, arrays["q"], arrays["k"], arrays["v"], sinks)
+    def plainly(arrays: dict[str, Any], weights: Any, placement: Any) -> dict[str, Any]:
+        out, lse = call(arrays, placement, *[arrays[name] for name in names], weights)
         return {"out (plain)": out, "lse (plain)": lse.swapaxes(1, 2)}
 
     @jax.jit
-    def differentiated(arrays: dict[str, Any], sinks: Any) -> tuple[dict[str, Any], Any]:
-        operands = (arrays["q"], arrays["k"], arrays["v"], sinks)
-        (out, lse), pull = jax.vjp(functools.partial(call, arrays), *operands)
+    def differentiated(arrays: dict[str, Any], weights: Any, placement: Any) -> Any:
+        operands = (*[arrays[name] for name in names], weights)
+        (out, lse), pull = jax.vjp(functools.partial(call, arrays, placement), *operands)
         dlse = arrays["dlse"].swapaxes(1, 2).astype(lse.dtype)
-        dq, dk, dv, dsinks = pull((arrays["dout"], dlse))
-        return {"out": out, "lse": lse.swapaxes(1, 2), "dq": dq, "dk": dk, "dv": dv}, dsinks
+        *gradients, dweights = pull((arrays["dout"], dlse))
+        found = {f"d{name}": dx for name, dx in zip(names, gradients, strict=True)}
+        return {"out": out, "lse": lse.swapaxes(1, 2)} | found, dweights
 
-    gradients, dsinks = differentiated(arrays, inputs.sinks)
-    by_token = plainly(arrays, inputs.sinks) | gradients
+    by_token, dweights = differentiated(arrays, inputs.weights, placement)
+    by_token = plainly(arrays, inputs.weights, placement) | by_token
     if context is not None:
-        by_token = unshard_sequence(by_token, context, case.seq_len)
+        by_token = unshard_sequence(by_token, context, case.seq_len, placement)
     result = {name: x.swapaxes(1, 2) if "lse" in name else x for name, x in by_token.items()}
-    return result if inputs.sinks is None else result | {"dsinks": dsinks}
+    return result | {f"d{name}": dx for name, dx in dweights.items()}
 
 
-def _masking(inputs: Inputs) -> dict[str, Any]:
+def place_case(case: AttentionCase, inputs: Inputs, context: ContextParallel) -> Placement:
+    """The placement of a case's rows."""
+    ones = np.ones((case.batch, case.seq_len), np.int32)
+    ids = inputs.labels.get("segment_ids", ones)
+    return place_rows(context, case.mask, ids, inputs.labels.get("key_ranges"))
+
+
+def _expected(case: AttentionCase, inputs: Inputs) -> dict[str, Any]:
+    """Every quantity by the oracle, float64."""
+    tokens = {name: np.asarray(x).astype(np.float64) for name, x in inputs.tokens.items()}
+    if "segment_ids" in inputs.labels:
+        real = inputs.labels["segment_ids"] != 0
+        tokens = {
+            name: np.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
+            for name, x in tokens.items()
+        }
+    weights = {name: np.asarray(x).astype(np.float64) for name, x in inputs.weights.items()}
+    expanded = tokens if case.latent is None else tokens | _expand(tokens, weights)
+    options: dict[str, Any] = inputs.labels | case.options()
+    found = dense_attention_vjp(
+        tokens["q"], expanded["k"], expanded["v"], inputs.dout, inputs.dlse,
+        sinks=weights.get("sinks"), **options,
+    )  # fmt: skip
+    result = {"out": found.out, "lse": found.lse, "dq": found.dquery}
+    if "sinks" in weights:
+        result["dsinks"] = found.dsinks
+    if case.latent is None:
+        return result | {"dk": found.dkey, "dv": found.dvalue}
+    return result | _pull_latent(tokens, weights, found.dkey, found.dvalue)
+
+
+def _expand(tokens: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values of every head from the latent."""
+    content = np.einsum("blr,rhd->blhd", tokens["latent"], weights["key_up"])
+    rope = tokens["rope_key"][:, :, None]
+    shared = np.broadcast_to(rope, (*content.shape[:3], rope.shape[-1]))
+    value = np.einsum("blr,rhd->blhd", tokens["latent"], weights["value_up"])
+    return {"k": np.concatenate([content, shared], -1), "v": value}
+
+
+def _pull_latent(
+    tokens: dict[str, Any], weights: dict[str, Any], dkey: Any, dvalue: Any
+) -> dict[str, Any]:
+    """Gradients of what `_expand` was given."""
+    key_up, value_up = weights["key_up"], weights["value_up"]
+    width = key_up.shape[-1]
+    dcontent, drope = dkey[..., :width], dkey[..., width:]
+    through_keys = np.einsum("blhd,rhd->blr", dcontent, key_up)
     return {
-        "segment_ids": inputs.segment_ids,
-        "positions": inputs.positions,
-        "sinks": inputs.sinks,
+        "dlatent": through_keys + np.einsum("blhd,rhd->blr", dvalue, value_up),
+        "drope_key": drope.sum(2),
+        "dkey_up": np.einsum("blr,blhd->rhd", tokens["latent"], dcontent),
+        "dvalue_up": np.einsum("blr,blhd->rhd", tokens["latent"], dvalue),
     }
 
 
-def _tolerances(case: AttentionCase, inputs: Inputs, expected: DenseResult) -> dict[str, float]:
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    if jnp.dtype(case.dtype).itemsize >= 4:
-        return dict.fromkeys(names, F32_TOLERANCE)
-    plain = _plain_dense(case, inputs)
-    errors = (relative_error(x, y) for x, y in zip(plain, expected, strict=True) if y is not None)
-    return {name: BF16_FACTOR * error for name, error in zip(names, errors, strict=False)}
-
-
-def _plain_dense(case: AttentionCase, inputs: Inputs) -> tuple[Any, ...]:
+def _plain_dense(case: AttentionCase, inputs: Inputs) -> dict[str, Any]:
     """What a plain dense computation in the inputs' own type gives: the yardstick of bfloat16."""
-    dtype = inputs.query.dtype
-    group = case.num_heads // case.num_kv_heads
+    dtype = inputs.dout.dtype
+    shape = (case.batch, case.seq_len)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    ones = np.ones((case.batch, case.seq_len), np.int32)
-    segment = ones if inputs.segment_ids is None else inputs.segment_ids
-    index = np.arange(case.seq_len)[None] if inputs.positions is None else inputs.positions
-    seen = np.zeros((case.batch, case.seq_len, case.seq_len), bool)
-    for lo, hi in case.mask.key_ranges(index[:, :, None]):
-        seen |= (index[:, None] >= lo) & (index[:, None] < hi)
-    seen &= (segment[:, :, None] == segment[:, None]) & (segment[:, None] != 0)
+    segment = inputs.labels.get("segment_ids", np.ones(shape, np.int32))
+    index = inputs.labels.get("positions", np.broadcast_to(np.arange(case.seq_len), shape))
+    queries = Tokens(index, segment, inputs.labels.get("key_ranges"))
+    seen = np.asarray(visible(case.mask, queries, Tokens(index, segment)))
+    options = case.options()
+    kept = dense_dropout(index, case.num_heads, options) if case.dropout_rate else np.float64(1)
+    slopes = options.get("alibi_slopes")
+    distance = np.abs(index[:, None, :, None] - index[:, None, None])
+    bias = 0 if slopes is None else slopes[:, None, None] * distance
 
-    def dense(q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
-        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    def dense(tokens: dict[str, Any], weights: dict[str, Any]) -> tuple[Any, Any]:
+        q, sinks = tokens["q"], weights.get("sinks")
+        if case.latent is None:
+            group = case.num_heads // case.num_kv_heads
+            k, v = (jnp.repeat(tokens[name], group, 2) for name in ("k", "v"))
+        else:
+            content = jnp.einsum("blr,rhd->blhd", tokens["latent"], weights["key_up"])
+            rope = jnp.broadcast_to(tokens["rope_key"][:, :, None], (*q.shape[:3], case.latent[1]))
+            k = jnp.concatenate([content, rope], -1)
+            v = jnp.einsum("blr,rhd->blhd", tokens["latent"], weights["value_up"])
         score = jnp.einsum("bshd,bthd->bhst", q, k) * jnp.asarray(scale, dtype)
         if case.logits_soft_cap is not None:
             score = (case.logits_soft_cap * jnp.tanh(score / case.logits_soft_cap)).astype(dtype)
-        score = jnp.where(seen[:, None], score, -jnp.inf)
+        score = jnp.where(seen[:, None], (score - bias).astype(dtype), -jnp.inf)
         if sinks is not None:
             column = jnp.broadcast_to(sinks.astype(dtype)[:, None, None], (*score.shape[:3], 1))
             score = jnp.concatenate([score, column], -1)
@@ -267,8 +246,10 @@ def _plain_dense(case: AttentionCase, inputs: Inputs) -> tuple[Any, ...]:
         weight = jax.nn.softmax(jnp.where(any_seen, score, 0), -1)
         weight = jnp.where(jnp.isfinite(score), weight, 0)[..., : case.seq_len]
         lse = jax.nn.logsumexp(jnp.where(any_seen, score, 0).astype(jnp.float32), -1)
-        out = jnp.einsum("bhst,bthd->bshd", weight.astype(dtype), v)
+        out = jnp.einsum("bhst,bthd->bshd", (weight * kept).astype(dtype), v)
         return out, jnp.where(any_seen[..., 0] & (segment != 0)[:, None], lse, -jnp.inf)
 
-    outputs, pull = jax.vjp(dense, inputs.query, inputs.key, inputs.value, inputs.sinks)
-    return (*outputs, *pull((inputs.dout, inputs.dlse)))
+    (out, lse), pull = jax.vjp(dense, inputs.tokens, inputs.weights)
+    dtokens, dweights = pull((inputs.dout, inputs.dlse))
+    gradients = {f"d{name}": dx for name, dx in (dtokens | dweights).items()}
+    return {"out": out, "lse": lse} | gradients
