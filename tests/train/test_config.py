@@ -11,7 +11,7 @@ import pytest
 
 from farspan.layouts import get_layout
 from farspan.recipes import RECIPES, get_recipe
-from farspan.schedules import STRATEGIES
+from farspan.schedules import GENERAL_STRATEGIES
 from farspan.train.config import (
     ParallelConfig,
     flatten,
@@ -86,7 +86,7 @@ def test_choices_are_those_that_exist() -> None:
         return set(get_args(get_type_hints(config)[name]))
 
     strategies = choices(ParallelConfig, "context_parallel_strategy")
-    assert strategies == {"auto", *STRATEGIES}
+    assert strategies == {"auto", *GENERAL_STRATEGIES}
     for layout in choices(ParallelConfig, "context_parallel_load_balance"):
         assert get_layout(layout).multiple(2) >= 2
 

@@ -84,6 +84,14 @@ SPLITS = {
     },
     "data 8": {"context_parallel_size": 1, "data_parallel_size": 4, "fsdp_parallel_size": 1},
     "auto": {"context_parallel_strategy": "auto", "context_parallel_size": 8},
+    "ring of rings": {"context_parallel_size": 8, "context_parallel_outer_size": 2},
+    "usp 2 x 2, balanced": {
+        "context_parallel_strategy": "usp", "context_parallel_ulysses_size": 2,
+        "context_parallel_load_balance": "balanced", "data_parallel_size": 2,
+    },
+    "all_gather 4 in 2 groups of heads": {
+        "context_parallel_strategy": "all_gather", "context_parallel_head_groups": 2,
+    },
 }  # fmt: skip
 
 
@@ -96,7 +104,9 @@ def test_loss_and_gradients_are_those_of_one_device(whole, name):
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_is_the_large_batch(whole, parts):
     """Sum over count of the whole batch, though the parts hold different numbers of labels."""
-    config = varied(gradient_accumulation_steps=parts)
+    config = varied(
+        gradient_accumulation_steps=parts, parallel={"context_parallel_load_balance": "balanced"}
+    )
     counts = (batch_of(config).labels != IGNORE_LABEL).reshape(parts, -1).sum(1)
     assert len(set(counts.tolist())) > 1
     assert_same(loss_and_gradients(config), whole)
@@ -108,6 +118,57 @@ def test_recomputation_and_scan_change_nothing(whole, scan_layers, remat_policy)
     model = {"scan_layers": scan_layers, "remat_policy": remat_policy}
     strategy = {"context_parallel_strategy": "ring" if scan_layers else "all_gather"}
     assert_same(loss_and_gradients(varied(model=model, parallel=strategy)), whole)
+
+
+WINDOWED = {"sliding_window": 9, "sliding_window_pattern": 3, "num_layers": 5}
+"""Two windowed layers to one that sees everything, and two windowed layers over."""
+
+
+@pytest.fixture(scope="module")
+def whole_windowed():
+    return loss_and_gradients(unsplit(varied(model=WINDOWED)))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({}, {"remat_policy": "save_attention"}),
+        ({"context_parallel_load_balance": "balanced"}, {}),
+        (SPLITS["usp 2 x 4, striped"], {"scan_layers": False}),
+        (SPLITS["all_gather 8, contiguous"], {"remat_policy": "full", "scan_layers": False}),
+    ],
+)
+def test_windowed_layers_among_others(whole_windowed, parallel, model):
+    """On one layout, by halos where it has runs of neighbours, else by the other strategy."""
+    assert_same(
+        loss_and_gradients(varied(parallel=parallel, model=WINDOWED | model)), whole_windowed
+    )
+
+
+def test_windowed_layers_receive_only_edges():
+    """On the zigzag layout that balances the others; nothing is permuted in between."""
+    setup = build_setup(varied(model=WINDOWED))
+    assert setup.kinds[None].context.strategy == "ring"
+    assert setup.kinds[9].context.strategy == "halo"
+    assert (setup.kinds[9].layers, setup.kinds[None].layers) == (4, 1)
+    assert setup.kinds[9].context.layout == setup.kinds[None].context.layout == "zigzag"
+
+
+def test_twenty_packings_compile_once():
+    """A balanced layout and the hops of each batch are data."""
+    config = varied(parallel={"context_parallel_load_balance": "balanced"}, model={"num_layers": 1})
+    setup = build_setup(config)
+    state = setup.init_state()
+    draw = np.random.default_rng(0)
+    orders = set()
+    for _ in range(20):
+        cuts = np.sort(draw.choice(np.arange(1, SEQ_LEN), draw.integers(1, 7), replace=False))
+        documents = np.diff([0, *cuts, SEQ_LEN]).tolist()
+        placed = setup.place(model_batch(96, config.batch_size, SEQ_LEN, documents))
+        orders.add(np.asarray(placed.placement.token_index).tobytes())
+        state, _ = setup.step(state, placed)
+    assert len(orders) == 20
+    assert setup._step._cache_size() == 1
 
 
 def test_pads_change_nothing():
@@ -185,7 +246,8 @@ def test_logits_of_all_tokens_never_exist():
     config = varied(model={"vocab_size": 32_000}, data=DataConfig(seq_len=8192), batch_size=1)
     setup = build_setup(config)
     shape = jax.ShapeDtypeStruct((1, 1, 8192), jnp.int32)
-    batch = jax.tree.map(lambda _: shape, setup.place(batch_of(CONFIG)))
+    placed = build_setup(CONFIG).place(batch_of(CONFIG))
+    batch = jax.tree.map(lambda x: shape if np.ndim(x) == 3 else x, placed)
     text = jax.jit(setup.gradients).lower(setup.abstract_state().params, batch).compile().as_text()
     local_logits = 8192 // 4 * 32_000
     assert all(np.prod(d) < local_logits for i in instructions(text) for _, d in i.shapes)
@@ -222,6 +284,10 @@ def test_flops_count_every_visible_pair_once_for_any_mesh():
     expected = 6 * model.matmul_parameters * 50 + 12 * pairs * 4 * 8 * 2
     for parallel in (SPLITS["ring 4"], SPLITS["data 2 x ring 4"]):
         assert build_setup(varied(parallel=parallel)).flops_per_step(batch) == expected
+    windowed = build_setup(varied(model={"sliding_window": 5, "sliding_window_pattern": 2}))
+    in_window = (30 * 5 - 10) + (20 * 5 - 10)
+    attending = 12 * (in_window + pairs) * 4 * 8
+    assert windowed.flops_per_step(batch) == 6 * model.matmul_parameters * 50 + attending
 
 
 def test_rings_that_the_cpu_runtime_could_mix_up_are_refused():
@@ -230,6 +296,11 @@ def test_rings_that_the_cpu_runtime_could_mix_up_are_refused():
         build_setup(varied(model=unscanned))
     build_setup(varied(model=unscanned, parallel=SPLITS["one device"]))
     build_setup(varied(model={"scan_layers": False}))
+    leftover = {"sliding_window": 9, "sliding_window_pattern": 2, "num_layers": 3}
+    balanced = {"context_parallel_load_balance": "balanced"}
+    with pytest.raises(ValueError, match="num_layers=3 in rounds of 2"):
+        build_setup(varied(model=leftover | {"remat_policy": "full"}, parallel=balanced))
+    build_setup(varied(model=leftover | {"remat_policy": "full"}))  # halos are no loops
 
 
 def test_sizes_that_do_not_fit_are_named():
@@ -241,6 +312,10 @@ def test_sizes_that_do_not_fit_are_named():
         build_setup(
             varied(parallel={"context_parallel_strategy": "ulysses", "context_parallel_size": 8})
         )
+    with pytest.raises(ValueError, match=r"must divide the ring.*with a ring of 4; use 1"):
+        build_setup(varied(parallel={"context_parallel_outer_size": 3}))
+    with pytest.raises(ValueError, match=r"head_groups.*use head_groups=1"):
+        build_setup(varied(parallel={"context_parallel_head_groups": 2}))
     with pytest.raises(ValueError, match="need 16 devices, but there are 8"):
         build_setup(varied(parallel={"context_parallel_size": 16}))
 

@@ -14,9 +14,13 @@ from farspan.errors import unknown_choice
 COMMANDS = {
     "train": "Train a language model from a recipe.",
     "verify": "Check on your own devices that split training is exact.",
+    "show": "Draw a mask, a layout or a schedule; needs no devices.",
 }
 
-_EXTRA_MODULES = ("grain", "optax", "orbax", "rich", "tyro")  # of the extra named train
+_EXTRA_OF = {  # the extra that brings a module
+    **dict.fromkeys(("grain", "optax", "orbax", "rich", "tyro"), "train"),
+    "matplotlib": "show",
+}
 _USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
@@ -43,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA_MODULES:
+        if error.name not in _EXTRA_OF:
             raise
-        sys.stderr.write(f"error: this command needs {error.name}; pip install 'farspan[train]'\n")
+        extra = _EXTRA_OF[error.name]
+        sys.stderr.write(
+            f"error: this command needs {error.name}; pip install 'farspan[{extra}]'\n"
+        )
         return _FAILURE
     except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
         if debug:

@@ -146,14 +146,14 @@ def _reduced(recipe: TrainConfig, options: VerifyConfig) -> TrainConfig:
 def _plan(config: TrainConfig, wanted: str, *, ulysses_typed: bool) -> _Plan:
     from farspan.dist import ensure_devices
     from farspan.kernels import get_kernel
-    from farspan.schedules import STRATEGIES
+    from farspan.schedules import GENERAL_STRATEGIES
     from farspan.testing.verification import check_oracle_fits, fit_seq_len, rows_for
     from farspan.train.parallel import make_context
 
     get_kernel(config.kernel)
     ensure_devices(device_count(config))
     kept = config.parallel.context_parallel_strategy
-    names = STRATEGIES if wanted == "all" else (kept if wanted == "recipe" else wanted,)
+    names = GENERAL_STRATEGIES if wanted == "all" else (kept if wanted == "recipe" else wanted,)
     plan = _Plan([], [], {})
     for name in names:
         parallel = dataclasses.replace(config.parallel, context_parallel_strategy=name)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from farspan import schedules
 from farspan.context.parallel import ContextParallel
-from farspan.layouts import Balanced
 from farspan.masks import Mask
 from farspan.types import Leaf
 
@@ -40,7 +39,7 @@ class Placement:
 
 def place_rows(
     context: ContextParallel,
-    masks: Mask | Mapping[Mask, float | int],
+    masks: Mask | Mapping[Mask, float] | Mapping[Mask, int],
     segment_ids: Int[np.ndarray, "B S"],
     key_ranges: Int[np.ndarray, "B S n 2"] | None = None,
 ) -> Placement:
@@ -67,6 +66,23 @@ def place_rows(
       Host time: a few milliseconds per 100,000 tokens for the hops; `schedules.balanced_order` for
       the layout `balanced`.
     """
+    orders, hops, weights = solve_rows(context, masks, segment_ids, key_ranges)
+    index = jax.device_put(orders, context.sharding(2)) if context.layout == "balanced" else None
+    return Placement(index, hops, weights)
+
+
+def solve_rows(
+    context: ContextParallel,
+    masks: Mask | Mapping[Mask, float] | Mapping[Mask, int],
+    segment_ids: Int[np.ndarray, "B S"],
+    key_ranges: Int[np.ndarray, "B S n 2"] | None = None,
+) -> tuple[NDArray[np.int32], tuple[schedules.Hops, ...], tuple[Mask, ...]]:
+    """What `place_rows` decides, on the host.
+
+    Returns:
+      Place in its row of the token in each slot, int32 `[B, S']`, whatever the layout; hops of each
+      mask; the masks.
+    """
     weights = {masks: 1.0} if isinstance(masks, Mask) else dict(masks)
     shards, layout = context.degrees.sequence, context.layout_object
     padding = -segment_ids.shape[1] % context.sequence_multiple
@@ -75,11 +91,9 @@ def place_rows(
     if key_ranges is not None:
         wide = ((0, 0), (0, padding), (0, 0), (0, 0))
         ranges = list(np.pad(np.asarray(key_ranges, np.int32), wide))
-    seq_len, solved = ids.shape[1], isinstance(layout, Balanced)
+    seq_len = ids.shape[1]
     orders = [
-        schedules.balanced_order(weights, seq_len, shards, row, own)
-        if solved
-        else layout.permutation(seq_len, shards)
+        schedules.row_order(layout, weights, seq_len, shards, row, own)
         for row, own in zip(ids, ranges, strict=True)
     ]
     hops: list[schedules.Hops] = []
@@ -90,5 +104,4 @@ def place_rows(
         ]
         found = schedules.hops_needed(np.any(needs, axis=0))
         hops.append(schedules.Hops(np.int32(found.before), np.int32(found.after)))
-    index = jax.device_put(np.stack(orders), context.sharding(2)) if solved else None
-    return Placement(index, tuple(hops), tuple(weights))
+    return np.stack(orders), tuple(hops), tuple(weights)

@@ -26,10 +26,10 @@ from farspan.types import ATTENTION_NAMES, Leaf
 
 @runtime_checkable
 class AttentionFn(Protocol):
-    """Attention over the whole row, of `[B, S, H, D]` and `[B, S, K, D]`."""
+    """Causal attention over the whole row, of `[B, S, H, D]` and `[B, S, K, D]`."""
 
-    def __call__(self, query: Array, key: Array, value: Array) -> Array:
-        """Returns `[B, S, H, D]`."""
+    def __call__(self, query: Array, key: Array, value: Array, *, window: int | None) -> Array:
+        """Returns `[B, S, H, D]`; with a window, a query sees itself and `window - 1` before it."""
         ...
 
 
@@ -195,16 +195,32 @@ def forward(
     tables = rope_tables(positions, config.head_dim, config.rope_theta)
     stream = runtime.constrain(runtime.embed(params.embedding, tokens).astype(config.dtype))
 
-    def run_layer(stream: Array, weights: LayerParams) -> Array:
-        return decoder_layer(weights, stream, tables, config, runtime)
+    def run_round(stream: Array, weights: LayerParams) -> Array:
+        """Runs the layers of one round of the pattern of windows, `[layers, ...]`."""
+        for index in range(len(weights.query)):
+            layer = jax.tree.map(lambda x, index=index: x[index], weights)
+            window = config.windows[index]
+            stream = decoder_layer(layer, stream, tables, config, runtime, window)
+        return stream
 
-    layer = _with_remat(run_layer, config)
-    if config.scan_layers:
-        stream, _ = lax.scan(lambda x, weights: (layer(x, weights), None), stream, params.layers)
+    length = len(config.windows)
+    rounds, rest = divmod(config.num_layers, length)
+    run = _with_remat(run_round, config)
+    if config.scan_layers and rounds:
+        whole = jax.tree.map(
+            lambda x: x[: rounds * length].reshape(rounds, length, *x.shape[1:]), params.layers
+        )
+        stream, _ = lax.scan(lambda x, weights: (run(x, weights), None), stream, whole)
     else:
-        for index in range(config.num_layers):
-            stream = layer(stream, jax.tree.map(lambda x, index=index: x[index], params.layers))
+        for start in range(0, rounds * length, length):
+            stream = run(stream, _layers(params.layers, start, start + length))
+    if rest:
+        stream = run(stream, _layers(params.layers, rounds * length, config.num_layers))
     return rms_norm(stream, params.final_norm, config.norm_eps)
+
+
+def _layers(stacked: LayerParams, start: int, stop: int) -> LayerParams:
+    return jax.tree.map(lambda x: x[start:stop], stacked)
 
 
 def output_head(params: Params) -> Float[Array, "M V"]:
@@ -218,6 +234,7 @@ def decoder_layer(
     tables: tuple[Array, Array],
     config: DecoderConfig,
     runtime: Runtime,
+    window: int | None = None,
 ) -> Inexact[Array, "B S M"]:
     """One layer: attention, then the feed-forward, each added to the stream.
 
@@ -227,6 +244,7 @@ def decoder_layer(
       tables: From `rope_tables`.
       config: The decoder's shape.
       runtime: Attention, and how activations are split.
+      window: Tokens that a query sees, or None for all before it.
 
     Returns:
       The stream after the layer.
@@ -235,7 +253,8 @@ def decoder_layer(
     x = rms_norm(stream, weights.attention_norm, config.norm_eps)
     query = apply_rope(project("query", x, weights.query), tables)
     key = apply_rope(project("key", x, weights.key), tables)
-    attended = runtime.attention(query, key, project("value", x, weights.value))
+    value = project("value", x, weights.value)
+    attended = runtime.attention(query, key, value, window=window)
     stream = runtime.constrain(stream + project("out", attended, weights.out))
     x = rms_norm(stream, weights.ffn_norm, config.norm_eps)
     gated = jax.nn.silu(project("gate", x, weights.gate)) * project("up", x, weights.up)

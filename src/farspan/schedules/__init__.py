@@ -1,9 +1,10 @@
 """Who holds, sends and computes what at each step, what it costs, and what is possible."""
 
-from farspan.schedules.balance import balanced_order, imbalance
+from farspan.schedules.balance import balanced_order, imbalance, row_order
 from farspan.schedules.halo import HaloTransfer, halo_transfers, reach_hops
 from farspan.schedules.hops import Hops, hops_needed, needed_shards
 from farspan.schedules.rules import (
+    GENERAL_STRATEGIES,
     STRATEGIES,
     Degrees,
     Direction,
@@ -13,6 +14,7 @@ from farspan.schedules.rules import (
     degrees,
     kv_replicas,
     sequence_multiple,
+    window_strategy,
 )
 from farspan.schedules.traffic import (
     AttentionShape,
@@ -28,9 +30,18 @@ from farspan.schedules.traffic import (
     sent_bytes,
     ulysses_break_even_degree,
 )
-from farspan.schedules.work import Step, pairs_per_shard, steps
+from farspan.schedules.work import (
+    Move,
+    Step,
+    key_bytes_per_token,
+    pairs_between,
+    pairs_per_shard,
+    pairs_per_step,
+    steps,
+)
 
 __all__ = [
+    "GENERAL_STRATEGIES",
     "STRATEGIES",
     "AttentionShape",
     "Collective",
@@ -38,6 +49,7 @@ __all__ = [
     "Direction",
     "HaloTransfer",
     "Hops",
+    "Move",
     "Options",
     "Step",
     "StrategyName",
@@ -54,13 +66,18 @@ __all__ = [
     "hops_needed",
     "imbalance",
     "jumps",
+    "key_bytes_per_token",
     "kv_replicas",
     "needed_shards",
+    "pairs_between",
     "pairs_per_shard",
+    "pairs_per_step",
     "reach_hops",
     "ring_backward_visitor",
+    "row_order",
     "sent_bytes",
     "sequence_multiple",
     "steps",
     "ulysses_break_even_degree",
+    "window_strategy",
 ]

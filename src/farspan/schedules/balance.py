@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.layouts import LAYOUTS
+from farspan.layouts import LAYOUTS, Balanced, Layout
 from farspan.masks import Mask, pairs_per_query
 from farspan.schedules.hops import Sights, hops_needed, shards_seen, sights
 from farspan.schedules.sections import Row, cut_into_sections, deal, describe
@@ -18,7 +18,7 @@ Shards = NDArray[np.unsignedinteger[Any]]
 
 
 def balanced_order(
-    masks: Mask | Mapping[Mask, float | int],
+    masks: Mask | Mapping[Mask, float] | Mapping[Mask, int],
     seq_len: int,
     num_shards: int,
     segment_ids: NDArray[np.int32] | None = None,
@@ -57,7 +57,8 @@ def balanced_order(
     Cost:
       O(S) time for each of some tens of orders: one to two seconds for 2**20 tokens on 64 shards.
     """
-    weights = {masks: 1.0} if isinstance(masks, Mask) else dict(masks)
+    mixed = {masks: 1.0} if isinstance(masks, Mask) else masks
+    weights = {mask: float(weight) for mask, weight in mixed.items()}
     _check(weights, seq_len, num_shards, granularity_tokens, tolerance)
     work = np.zeros(seq_len)
     for mask, weight in weights.items():
@@ -67,6 +68,23 @@ def balanced_order(
     _offer_orders(search, seq_len, granularity_tokens)
     assert search.shard_of is not None
     return np.argsort(search.shard_of, kind="stable").astype(np.int32)
+
+
+def row_order(
+    layout: Layout,
+    masks: Mask | Mapping[Mask, float] | Mapping[Mask, int],
+    seq_len: int,
+    num_shards: int,
+    segment_ids: NDArray[np.int32] | None = None,
+    key_ranges: NDArray[np.int32] | None = None,
+) -> NDArray[np.int32]:
+    """The order of one row under any layout: that of the layout, or `balanced_order`.
+
+    Takes and returns what `balanced_order` does.
+    """
+    if isinstance(layout, Balanced):
+        return balanced_order(masks, seq_len, num_shards, segment_ids, key_ranges)
+    return layout.permutation(seq_len, num_shards)
 
 
 def imbalance(work_per_query: NDArray[Any], order: NDArray[np.int32], num_shards: int) -> float:

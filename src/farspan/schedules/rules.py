@@ -15,6 +15,9 @@ from farspan.masks import Mask
 
 StrategyName = Literal["all_gather", "ulysses", "ring", "usp", "halo"]
 STRATEGIES: tuple[StrategyName, ...] = ("all_gather", "ulysses", "ring", "usp", "halo")
+GENERAL_STRATEGIES = tuple(name for name in STRATEGIES if name != "halo")
+"""Those that take every mask; `halo` takes masks of bounded reach."""
+
 Direction = Literal["forward", "backward"]
 
 
@@ -65,6 +68,16 @@ def degrees(strategy: str, cp_ring: int, cp_ulysses: int, cp_ring_outer: int = 1
         return Degrees(1, sequence * cp_ulysses)
     outer = cp_ring_outer if strategy == "ring" else 1
     return Degrees(sequence * cp_ulysses, 1, outer)
+
+
+def window_strategy(strategy: str, layout: Layout) -> str:
+    """The strategy for a model's windowed layers, whose other layers use `strategy`.
+
+    `halo` where shards are made of known runs of neighbours, and all devices hold different keys or
+    the same mesh axis exchanges heads; else the same.
+    """
+    split = strategy in ("all_gather", "ring", "usp")
+    return "halo" if split and layout.runs(1) is not None else strategy
 
 
 def sequence_multiple(layout: Layout, degrees: Degrees) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.layouts import Balanced, Layout
+from farspan.layouts import Layout
 from farspan.masks import Mask, clipped_ranges, pairs_per_query
-from farspan.schedules.balance import balanced_order
+from farspan.schedules.balance import row_order
 from farspan.schedules.halo import HaloTransfer
 from farspan.schedules.hops import Hops
 from farspan.schedules.rules import Degrees, kv_replicas
@@ -143,32 +143,6 @@ def key_bytes_per_token(degrees: Degrees, shape: AttentionShape) -> int:
     return shape.key_elements(heads) * shape.itemsize + 4 * shape.metadata_arrays
 
 
-def row_order(
-    mask: Mask,
-    layout: Layout,
-    seq_len: int,
-    num_shards: int,
-    segment_ids: NDArray[np.int32] | None = None,
-    key_ranges: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """Order of the tokens of one row as placed, whether the layout is fixed or solved for the row.
-
-    Args:
-      mask: The mask.
-      layout: The layout.
-      seq_len: Tokens in the row.
-      num_shards: Sequence shards (`Degrees.sequence`).
-      segment_ids: int32 `[S]` in the order of the text, or None.
-      key_ranges: The batch's own ranges, int32 `[S, n, 2]`, if the mask reads them.
-
-    Returns:
-      int32 `[S]`: the place in the row of the token in each slot, shard after shard.
-    """
-    if isinstance(layout, Balanced):
-        return balanced_order(mask, seq_len, num_shards, segment_ids, key_ranges)
-    return layout.permutation(seq_len, num_shards)
-
-
 def pairs_per_shard(
     mask: Mask,
     layout: Layout,
@@ -180,18 +154,18 @@ def pairs_per_shard(
     """Counts the visible (query, key) pairs whose query each sequence shard holds.
 
     Args:
-      mask: As in `row_order`.
-      layout: As in `row_order`.
-      seq_len: As in `row_order`.
-      num_shards: As in `row_order`.
-      segment_ids: As in `row_order`.
-      key_ranges: As in `row_order`.
+      mask: The mask.
+      layout: The layout; a balanced one is solved for the row.
+      seq_len: Tokens in the row, in the order of the text.
+      num_shards: Sequence shards (`Degrees.sequence`).
+      segment_ids: int32 `[S]` in the order of the text, or None.
+      key_ranges: The batch's own ranges, int32 `[S, n, 2]`, if the mask reads them.
 
     Returns:
       int64 `[num_shards]`. Under a causal mask zigzag is equal on all shards and contiguous runs
       from 1 to 2P - 1 (in units of half a block squared, up to the diagonal).
     """
-    order = row_order(mask, layout, seq_len, num_shards, segment_ids, key_ranges)
+    order = row_order(layout, mask, seq_len, num_shards, segment_ids, key_ranges)
     per_query = pairs_per_query(mask, seq_len, segment_ids, key_ranges)
     return per_query[order].reshape(num_shards, -1).sum(1)
 
@@ -209,8 +183,8 @@ def pairs_between(
       mask: The mask.
       group_of: Group of each token in the order of the text, integer `[S]`, in 0..num_groups - 1.
       num_groups: Groups, `P`.
-      segment_ids: As in `row_order`.
-      key_ranges: As in `row_order`.
+      segment_ids: As in `pairs_per_shard`.
+      key_ranges: As in `pairs_per_shard`.
 
     Returns:
       int64 `[P, P]`: `[r, s]` counts the pairs of a query of group r and a key of group s.

@@ -114,6 +114,9 @@ def unsplit(config: TrainConfig) -> TrainConfig:
         context_parallel_strategy="all_gather",
         context_parallel_size=1,
         context_parallel_ulysses_size=0,
+        context_parallel_outer_size=1,
+        context_parallel_head_groups=1,
+        context_parallel_load_balance="contiguous",
         data_parallel_size=1,
         fsdp_parallel_size=1,
     )

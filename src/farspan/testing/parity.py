@@ -62,15 +62,20 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def attention_parity(
-    case: AttentionCase, context: ContextParallel | None, kernel: str | Kernel = "auto"
+    case: AttentionCase,
+    context: ContextParallel | None,
+    kernel: str | Kernel = "auto",
+    *,
+    placed: bool = False,
 ) -> list[Parity]:
     """Holds one combination against the dense float64 oracle.
 
     Args:
       case: The problem.
-      context: How the sequence is split; None: not at all. With the layout `balanced`, the order is
-        solved for the case, and its hops are used.
+      context: How the sequence is split; None: not at all.
       kernel: As in `farspan.attention`.
+      placed: Whether to place the rows, so that a ring makes only the hops they need. The layout
+        `balanced` always does.
 
     Returns:
       A row per output (called plainly, and under differentiation) and per gradient.
@@ -87,7 +92,10 @@ def attention_parity(
             name: BF16_FACTOR * relative_error(plain[name], value)
             for name, value in expected.items()
         }
-    found = run_attention(case, inputs, context, kernel)
+    placement = None
+    if context is not None and (placed or context.layout == "balanced"):
+        placement = place_case(case, inputs, context)
+    found = run_attention(case, inputs, context, kernel, placement)
     quantities = {name: name.split(" ")[0] for name in found}
     return [
         Parity(name, relative_error(value, expected[quantity]), allowed[quantity])
@@ -109,13 +117,11 @@ def run_attention(
       inputs: From `case.inputs()`.
       context: As in `attention_parity`.
       kernel: As in `attention_parity`.
-      placement: Of these rows; made here for the layout `balanced` if it is None.
+      placement: Of these rows; needed by the layout `balanced`.
 
     Returns:
       Quantities by name (see `Parity`), in the order of the text.
     """
-    if context is not None and context.layout == "balanced" and placement is None:
-        placement = place_case(case, inputs, context)
     per_token = {**inputs.tokens, "dout": inputs.dout, "dlse": inputs.dlse.swapaxes(1, 2)}
     arrays = {**per_token, **inputs.labels}
     arrays = arrays if context is None else shard_sequence(arrays, context, placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,8 @@ from farspan.testing.model_parity import (
 )
 from farspan.testing.parity import AttentionCase, Parity, attention_parity
 from farspan.train.config import TrainConfig
-from farspan.train.parallel import make_context
-from farspan.train.step import MASK, TrainState
+from farspan.train.parallel import layer_kinds, make_context
+from farspan.train.step import TrainState
 
 TOKENS_PER_PIECE = 4
 """Fewest tokens per piece of a row with which `document_lengths` can place its edges."""
@@ -117,9 +118,10 @@ def _attention_checks(
     model = config.model
     cases = {"packed" if config.data.packing else "padded": documents, "unpacked": None}
     checks: list[Check] = []
-    for name, lengths in cases.items():
+    kinds = layer_kinds(model, context)
+    for (name, lengths), (window, kind) in itertools.product(cases.items(), kinds.items()):
         case = AttentionCase(
-            mask=MASK,
+            mask=kind.mask,
             batch=_attention_rows(config),
             seq_len=config.data.seq_len,
             num_heads=model.num_heads,
@@ -130,9 +132,11 @@ def _attention_checks(
             dtype=model.dtype,
             seed=config.seed,
         )
-        with phase(f"{context.strategy}: attention, {name}, against the float64 oracle"):
-            rows = {row.quantity: row for row in attention_parity(case, context, config.kernel)}
-        checks += [Check(f"attention, {name}", rows[quantity]) for quantity in _QUANTITIES]
+        what = f"attention, {name}" + (f", window {window}" if window else "")
+        with phase(f"{kind.context.strategy}: {what}, against the float64 oracle"):
+            parity = attention_parity(case, kind.context, config.kernel)
+        rows = {row.quantity: row for row in parity}
+        checks += [Check(what, rows[quantity]) for quantity in _QUANTITIES]
     return checks
 
 

@@ -47,8 +47,13 @@ class ParallelConfig:
       context_parallel_size: Devices over which one row is split; 1 turns context parallelism off.
       context_parallel_ulysses_size: Of those devices, how many exchange heads under the usp
         strategy; the rest form the ring. 0 lets Farspan choose.
+      context_parallel_outer_size: Of the devices in the ring of ring or usp, how many lie along an
+        outer ring over slow links, around rings over fast ones; 1: one ring.
+      context_parallel_head_groups: Groups into which all_gather and ulysses cut the heads: the next
+        group's keys are on their way while one group attends. 1: all heads at once.
       context_parallel_load_balance: Which tokens of a row each device holds. Under a causal mask
-        zigzag and striped give every device the same work; contiguous does not.
+        zigzag and striped give every device the same work for one document; balanced solves for the
+        documents of each batch; contiguous does neither.
       data_parallel_size: Groups of devices that each read rows of their own.
       fsdp_parallel_size: Groups of devices that each read rows of their own and share the
         parameters out among them.
@@ -57,7 +62,9 @@ class ParallelConfig:
     context_parallel_strategy: Literal["all_gather", "ulysses", "ring", "usp", "auto"] = "usp"
     context_parallel_size: int = 8
     context_parallel_ulysses_size: int = 0
-    context_parallel_load_balance: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    context_parallel_outer_size: int = 1
+    context_parallel_head_groups: int = 1
+    context_parallel_load_balance: Literal["contiguous", "zigzag", "striped", "balanced"] = "zigzag"
     data_parallel_size: int = 1
     fsdp_parallel_size: int = 1
 
@@ -127,6 +134,8 @@ class TrainConfig:
 _AT_LEAST_ONE = (
     ("data", "seq_len"),
     ("parallel", "context_parallel_size"),
+    ("parallel", "context_parallel_outer_size"),
+    ("parallel", "context_parallel_head_groups"),
     ("parallel", "data_parallel_size"),
     ("parallel", "fsdp_parallel_size"),
     ("", "steps"),

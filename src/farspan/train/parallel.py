@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TypedDict
+
 from farspan import schedules
 from farspan.context import ContextParallel
 from farspan.dist import ensure_devices, make_mesh
 from farspan.layouts import get_layout
+from farspan.masks import Causal, Mask, SlidingWindow
 from farspan.models import DecoderConfig
 from farspan.train.config import ParallelConfig
 
 
-def context_degrees(parallel: ParallelConfig, model: DecoderConfig) -> tuple[str, int, int]:
-    """Resolves the strategy and splits the context-parallel size over its two axes.
+class ContextSizes(TypedDict):
+    """Sizes of the mesh axes that split the sequence."""
+
+    cp_ring_outer: int
+    cp_ring: int
+    cp_ulysses: int
+
+
+def context_degrees(parallel: ParallelConfig, model: DecoderConfig) -> tuple[str, ContextSizes]:
+    """Resolves the strategy and splits the context-parallel size over its axes.
 
     Args:
       parallel: Parallel sizes.
       model: The decoder; its heads bound the Ulysses degree.
 
     Returns:
-      `(strategy, cp_ring, cp_ulysses)`.
+      The strategy, and the sizes of the mesh axes.
 
     Raises:
-      ValueError: If the Ulysses size does not divide the context-parallel size, or is given for a
-        strategy that has no use for it.
+      ValueError: If a size does not divide the one it is a part of, or is given for a strategy that
+        has no use for it.
     """
     strategy, size = parallel.context_parallel_strategy, parallel.context_parallel_size
-    ulysses = parallel.context_parallel_ulysses_size
+    ulysses, outer = parallel.context_parallel_ulysses_size, parallel.context_parallel_outer_size
     if ulysses and strategy != "usp":
         raise ValueError(
             "context_parallel_ulysses_size belongs to strategy usp alone, got "
@@ -41,9 +53,16 @@ def context_degrees(parallel: ParallelConfig, model: DecoderConfig) -> tuple[str
         strategy, ulysses = schedules.choose_strategy(model.num_heads, model.num_kv_heads, size)
     elif strategy == "usp" and not ulysses:
         ulysses = schedules.choose_ulysses_degree(model.num_heads, model.num_kv_heads, size)
-    if strategy == "usp":
-        return strategy, size // ulysses, ulysses
-    return (strategy, 1, size) if strategy == "ulysses" else (strategy, size, 1)
+    elif strategy == "ulysses":
+        ulysses = size
+    ring = size // max(1, ulysses)
+    if outer > 1 and (strategy not in ("ring", "usp") or ring % outer):
+        raise ValueError(
+            "context_parallel_outer_size must divide the ring of strategy ring or usp, got "
+            f"context_parallel_outer_size={outer}, strategy {strategy} with a ring of {ring}; use 1"
+        )
+    sizes = ContextSizes(cp_ring_outer=outer, cp_ring=ring // outer, cp_ulysses=max(1, ulysses))
+    return strategy, sizes
 
 
 def make_context(parallel: ParallelConfig, model: DecoderConfig) -> ContextParallel:
@@ -59,19 +78,60 @@ def make_context(parallel: ParallelConfig, model: DecoderConfig) -> ContextParal
     Raises:
       ValueError: If the combination is not possible or there are too few devices.
     """
-    strategy, cp_ring, cp_ulysses = context_degrees(parallel, model)
+    strategy, sizes = context_degrees(parallel, model)
     schedules.check_combination(
         strategy,
-        schedules.degrees(strategy, cp_ring, cp_ulysses),
+        schedules.degrees(strategy, **sizes),
         get_layout(parallel.context_parallel_load_balance),
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
+        head_groups=parallel.context_parallel_head_groups,
     )
-    ensure_devices(cp_ring * cp_ulysses * parallel.data_parallel_size * parallel.fsdp_parallel_size)
-    mesh = make_mesh(
-        data=parallel.data_parallel_size,
-        fsdp=parallel.fsdp_parallel_size,
-        cp_ring=cp_ring,
-        cp_ulysses=cp_ulysses,
+    data, fsdp = parallel.data_parallel_size, parallel.fsdp_parallel_size
+    ensure_devices(parallel.context_parallel_size * data * fsdp)
+    return ContextParallel(
+        make_mesh(data=data, fsdp=fsdp, **sizes),
+        strategy,
+        parallel.context_parallel_load_balance,
+        parallel.context_parallel_head_groups,
     )
-    return ContextParallel(mesh, strategy, parallel.context_parallel_load_balance)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """Attention of the layers that have one window.
+
+    Attributes:
+      mask: Which keys a query sees, within its document.
+      context: How keys and values meet queries; all kinds share one layout.
+      layers: Number of such layers.
+    """
+
+    mask: Mask
+    context: ContextParallel
+    layers: int
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether keys travel round a ring."""
+        return self.context.strategy in ("ring", "usp") and self.context.degrees.sequence > 1
+
+
+def layer_kinds(model: DecoderConfig, context: ContextParallel) -> dict[int | None, LayerKind]:
+    """Says how the layers of each window attend, by window.
+
+    Windowed layers exchange halos where the layout lets them, whatever the strategy of the others.
+    """
+    found: dict[int | None, LayerKind] = {}
+    for layer in range(model.num_layers):
+        window = model.windows[layer % len(model.windows)]
+        mask: Mask = Causal()
+        of_window = context
+        if window is not None:
+            mask = Causal() & SlidingWindow(window - 1, 0)
+            name = schedules.window_strategy(context.strategy, context.layout_object)
+            if name != context.strategy:
+                of_window = dataclasses.replace(context, strategy=name, head_groups=1)
+        layers = found[window].layers if window in found else 0
+        found[window] = LayerKind(mask, of_window, layers + 1)
+    return found

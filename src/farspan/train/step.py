@@ -14,14 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from farspan.context import ContextParallel, attention
+from farspan.context import ContextParallel, Placement, attention, solve_rows
 from farspan.data.batch import Batch
 from farspan.dist.sharding import parameter_shardings, parameter_spec
-from farspan.masks import Causal, visible_pairs
+from farspan.masks import Mask, visible_pairs
 from farspan.models import decoder
 from farspan.train.config import TrainConfig
 from farspan.train.optimizer import build_optimizer, learning_rate_schedule
-from farspan.train.parallel import make_context
+from farspan.train.parallel import LayerKind, layer_kinds, make_context
 from farspan.train.sharded import (
     Split,
     sharded_cross_entropy,
@@ -29,8 +29,6 @@ from farspan.train.sharded import (
     sharded_linear,
 )
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID, Leaf
-
-MASK = Causal()
 
 
 @jax.tree_util.register_dataclass
@@ -54,13 +52,14 @@ class TrainState:
 class DeviceBatch:
     """A batch in layout order on the devices, int32 `[accumulation, rows, S]` each.
 
-    Attributes as in `farspan.data.Batch`.
+    Attributes as in `farspan.data.Batch`, and where its tokens lie.
     """
 
     tokens: Leaf
     labels: Leaf
     segment_ids: Leaf
     positions: Leaf
+    placement: Placement | None = None
 
 
 class TrainSetup:
@@ -69,6 +68,7 @@ class TrainSetup:
     def __init__(self, config: TrainConfig, context: ContextParallel) -> None:
         self.config = config
         self.context = context
+        self.kinds: dict[int | None, LayerKind] = layer_kinds(config.model, context)
         self._optimizer = build_optimizer(config.optimizer, config.steps)
         self._rate = learning_rate_schedule(config.optimizer, config.steps)
         shapes = jax.eval_shape(self._init, jax.random.key(0))
@@ -139,21 +139,31 @@ class TrainSetup:
           The batch on the devices, cut into the parts of gradient accumulation.
         """
         padding = self.seq_len - batch.tokens.shape[1]
-        layout, shards = self.context.layout_object, self.context.degrees.sequence
+        orders, hops, masks = solve_rows(self.context, self._masks, batch.segment_ids)
+        parts = self.config.gradient_accumulation_steps
         spec = PartitionSpec(None, *self.context.partition_spec(2))
         sharding = NamedSharding(self.mesh, spec)
 
         def put(rows: NDArray[np.int32], fill: int) -> Array:
             rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=fill)
-            rows = layout.permute(rows, shards, axis=1)
-            parts = rows.reshape(self.config.gradient_accumulation_steps, -1, self.seq_len)
-            return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
+            return split(np.take_along_axis(rows, orders, axis=1))
 
+        def split(rows: NDArray[np.int32]) -> Array:
+            cut = rows.reshape(parts, -1, self.seq_len)
+            return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
+
+        placement = None
+        solved = self.context.layout == "balanced"
+        if solved or (self.config.data.packing and self._has_ring):
+            index = split(orders) if solved else None
+            repeated = jax.tree.map(lambda x: np.full(parts, x, np.int32), hops)
+            placement = Placement(index, repeated, masks)
         return DeviceBatch(
             tokens=put(batch.tokens, 0),
             labels=put(batch.labels, IGNORE_LABEL),
             segment_ids=put(batch.segment_ids, PAD_SEGMENT_ID),
             positions=put(batch.positions, 0),
+            placement=placement,
         )
 
     def step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict[str, Array]]:
@@ -188,13 +198,27 @@ class TrainSetup:
         """Model FLOPs of one step, forward and backward, recomputation not counted.
 
         Counts 6 per matmul parameter and real token, and 12 * head_dim per visible (query, key)
-        pair, query head and layer, with the exact number of pairs (packing counted).
+        pair, query head and layer, with the exact number of pairs (packing and windows counted).
         """
         model = self.config.model
-        pairs = sum(visible_pairs(MASK, len(row), row) for row in batch.segment_ids)
+        pairs = sum(
+            layers * visible_pairs(mask, len(row), row)
+            for mask, layers in self._masks.items()
+            for row in batch.segment_ids
+        )
         tokens = int((batch.segment_ids != PAD_SEGMENT_ID).sum())
-        attending = 12 * pairs * model.num_heads * model.head_dim * model.num_layers
+        attending = 12 * pairs * model.num_heads * model.head_dim
         return 6 * model.matmul_parameters * tokens + attending
+
+    @property
+    def _masks(self) -> dict[Mask, int]:
+        """Masks and the number of layers that use each."""
+        return {kind.mask: kind.layers for kind in self.kinds.values()}
+
+    @property
+    def _has_ring(self) -> bool:
+        """Whether keys travel round a ring in some layer."""
+        return any(kind.has_ring for kind in self.kinds.values())
 
     def _init(self, rng: Array) -> TrainState:
         params: Any = decoder.init_params(self.config.model, rng)
@@ -207,14 +231,16 @@ class TrainSetup:
 
     def _loss_sum(self, params: decoder.Params, batch: DeviceBatch) -> Array:
         embedding_spec = self._param_shardings.embedding.spec
+
+        def attend(query: Array, key: Array, value: Array, *, window: int | None) -> Array:
+            kind = self.kinds[window]
+            return attention(
+                query, key, value, mask=kind.mask, segment_ids=batch.segment_ids,
+                context=kind.context, placement=batch.placement, kernel=self.config.kernel,
+            )  # fmt: skip
+
         runtime = decoder.Runtime(
-            attention=functools.partial(
-                attention,
-                mask=MASK,
-                segment_ids=batch.segment_ids,
-                context=self.context,
-                kernel=self.config.kernel,
-            ),
+            attention=attend,
             embed=functools.partial(sharded_embedding, Split(self.context, embedding_spec)),
             project=self._project,
             constrain=self.context.constrain,
@@ -278,12 +304,16 @@ def _check_loops_are_ordered(config: TrainConfig, context: ContextParallel) -> N
     share no data, may run side by side, and then receive each other's keys.
     """
     model = config.model
-    on_cpu = context.mesh.devices.flat[0].platform == "cpu"
-    unordered = not model.scan_layers and model.remat_policy != "none"
-    if on_cpu and unordered and context.degrees.sequence > 1 and context.strategy != "all_gather":
-        raise ValueError(
-            "on CPU, a ring needs scanned layers where layers are recomputed, got "
-            f"context_parallel_strategy={context.strategy}, scan_layers=False, "
-            f"remat_policy={model.remat_policy}; use --scan-layers, --remat-policy none, or "
-            "--context-parallel-strategy all_gather"
-        )
+    if context.mesh.devices.flat[0].platform != "cpu" or model.remat_policy == "none":
+        return
+    kinds = layer_kinds(model, context)
+    unscanned = model.windows[: model.num_layers % len(model.windows)]
+    for window in unscanned if model.scan_layers else kinds:
+        if kinds[window].has_ring:
+            raise ValueError(
+                "on CPU, a ring needs scanned layers where layers are recomputed, got strategy "
+                f"{kinds[window].context.strategy}, scan_layers={model.scan_layers}, "
+                f"num_layers={model.num_layers} in rounds of {len(model.windows)}, remat_policy="
+                f"{model.remat_policy}; use --scan-layers and whole rounds, --remat-policy none, "
+                "or --context-parallel-strategy all_gather"
+            )
