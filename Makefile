@@ -1,6 +1,6 @@
 # Two commands are enough on a fresh machine: `make quickstart` and `make test`.
 #   PYTHON=/path/to/python   the Python of the environment (3.11 or newer)
-#   EXTRAS=train,tpu         the extras to install: train, tpu, cuda, hf
+#   EXTRAS=train,tpu         the extras to install: train, show, tpu, cuda, hf
 #   ARGS="..."               further arguments for quickstart, test, test-oldest and bench
 #   WORKERS=4                test processes; each holds 8 virtual devices
 

@@ -29,16 +29,16 @@ import dataclasses
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from peers import TORCH_ALONE, TORCH_RING, implementations
-from peers.interpreters import find_interpreters, merged_versions
+from peers.interpreters import find_interpreters
 from peers.problem import Problem
 from peers.side_by_side import Entry, enter, run_side_by_side
+from provenance import headline, provenance
 
 PEER_PYTHONS = "FARSPAN_PEER_PYTHONS"
 STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     interpreters = find_interpreters(options.peer_python)
     shape = {field.name: getattr(options, field.name) for field in _SHAPE}
-    commit, machine = _commit(), _machine()  # before files change or we load it ourselves
+    origin, machine = provenance(interpreters), _machine()  # before we load it ourselves
     entries: list[Entry] = []
     for seq_len in options.seq_lens:
         problem = Problem(seq_len, **shape)
@@ -69,9 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _place(each) | {"reason": each.refusal} for each in entries if each.refusal
         ],
         "problem": shape,
-        "versions": merged_versions(interpreters),
         "machine": machine,
-        "commit": commit,
+        **origin,
     }
     _print_table(report, options.details)
     if options.json:
@@ -146,9 +145,8 @@ def _rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def _print_table(report: dict[str, Any], details: bool) -> None:
     machine = report["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     shape = ", ".join(f"{name} {value}" for name, value in report["problem"].items())
-    print(f"commit {report['commit']}; {versions}")
+    print(headline(report))
     print(f"{machine['cpu']}, {machine['cpus']} CPUs, load {machine['load']} before the run")
     print(f"causal, float32, forward + backward; {shape}\n")
     heads = ("implementation", "S", "devices", "CPU s", "wall s", "/ alone", "/ ring", "peak MiB")
@@ -178,18 +176,6 @@ def _machine() -> dict[str, Any]:
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = models[0] if models else name
     return {"cpu": name, "cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, `+` behind it if files differ; None outside one."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -27,16 +27,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from peers.interpreters import find_interpreters, merged_versions
+from provenance import headline, provenance
 
 from farspan.layouts import get_layout
 from farspan.masks import Causal, Mask, PrefixLM, SlidingWindow, pairs_per_query
@@ -57,14 +55,11 @@ Row = tuple[Mask, Segments]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Counts, prints the table, and returns the exit status."""
     options = _parse(arguments)
-    report: dict[str, Any] = {
-        "commit": _commit(),
-        "versions": merged_versions(find_interpreters([])),
+    report = provenance() | {
         "tokens_per_device": options.tokens_per_device,
         "bytes_per_token": BYTES_PER_TOKEN,
     }
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    print(f"commit {report['commit']}; {versions}")
+    print(headline(report))
     print(f"{options.tokens_per_device:,} tokens per device; 8 kv heads of 128, bfloat16\n")
     line = "{:15} {:>4}  {:11} {:>10} {:>12} {:>6} {:>8}"
     print(line.format("law", "cp", "layout", "max / mean", "MB received", "hops", "solve s"))
@@ -189,18 +184,6 @@ LAWS: dict[str, Callable[[int, int], list[Row]]] = {
 
 def _yes(holds: bool) -> str:
     return "yes" if holds else "NO"
-
-
-def _commit() -> str | None:
-    """The commit of this checkout, `+` behind it if files differ; None outside one."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

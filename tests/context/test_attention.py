@@ -181,6 +181,49 @@ def test_asymmetric_value_width_keeps_the_heads_of_the_query():
             assert_parity(case, context)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ulysses"), [(12, 6, 4), (6, 3, 2), (8, 2, 8), (16, 4, 8)]
+)
+def test_kv_heads_that_the_ulysses_degree_does_not_divide(heads, kv_heads, ulysses):
+    """Copies of the least number of times; the gradients of all copies are summed."""
+    context = farspan.ContextParallel(farspan.make_mesh(cp_ulysses=ulysses), "ulysses")
+    assert_parity(AttentionCase(num_heads=heads, num_kv_heads=kv_heads, batch=1), context)
+
+
+def test_any_number_of_documents_in_a_row():
+    """There is no greatest number of segments: here every token is a document of its own."""
+    case = AttentionCase(documents=(1,) * 64, batch=1)
+    assert_parity(case, usp())
+    q, k, v = case.inputs().tokens.values()
+    out = attend(q, k, v, ring(4), segment_ids=case.segment_ids())
+    np.testing.assert_allclose(out, np.repeat(v, 4, axis=2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_lengths_that_no_kernel_block_divides(layout):
+    """160 tokens a shard in blocks of 128, packed; ten runs are equal to the bit."""
+    context = farspan.ContextParallel(farspan.make_mesh(cp_ring=4), "ring", layout)
+    case = AttentionCase(seq_len=640, documents=(300, 200, 77), batch=1, num_heads=4)
+    kernel = farspan.XlaKernel(key_block=128)
+    for row in attention_parity(case, context, kernel):
+        assert row.ok, row
+    q, k, v = case.inputs().tokens.values()
+    ids = case.segment_ids()
+    placement = farspan.place_rows(context, CAUSAL, ids)
+    placed = farspan.shard_sequence((q, k, v, ids), context, placement)
+
+    @jax.jit
+    def run(q, k, v, ids):
+        return farspan.attention(
+            q, k, v, mask=CAUSAL, segment_ids=ids, context=context, placement=placement,
+            kernel=kernel,
+        )  # fmt: skip
+
+    first = np.asarray(run(*placed))
+    for _ in range(10):
+        np.testing.assert_array_equal(np.asarray(run(*placed)), first)
+
+
 def test_gradients_match_finite_differences():
     """The oracle's closed form, held against the definition of a derivative."""
     case = AttentionCase(
@@ -241,6 +284,12 @@ REFUSED = {
     "positions": ({"positions": jnp.ones((8,), int)}, "positions must be integers"),
     "sinks": ({"sinks": jnp.ones((2,))}, r"sinks must be \[H\]"),
     "cap": ({"logits_soft_cap": 0.0}, "logits_soft_cap must be positive"),
+    "unknown option": ({"softcap": 3.0}, "did you mean"),
+    "no ranges": ({"mask": farspan.KeyRanges(1)}, "reads 1 ranges per query, got no key_ranges"),
+    "needless ranges": ({"key_ranges": jnp.ones((2, 8, 1, 2), int)}, r"\[B, S, n, 2\] = \(2, 8, 0"),
+    "slopes": ({"alibi_slopes": np.ones(3)}, r"alibi_slopes must be \[H\] = \(4,\), got \(3,\)"),
+    "rate": ({"dropout_rate": 1.0, "dropout_seed": 0}, r"dropout_rate must be in \[0, 1\)"),
+    "no seed": ({"dropout_rate": 0.1}, "needs an integer seed.*pass another dropout_seed"),
     "kernel": ({"kernel": "splish"}, "kernel must be one of"),
 }
 
@@ -259,6 +308,36 @@ def test_wrong_arguments_are_named(name):
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         farspan.attention(**ZEROS | {"mask": CAUSAL} | change)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_traced_slopes_are_refused_rather_than_left_without_gradient():
+    def loss(slopes):
+        return farspan.attention(**ZEROS, mask=CAUSAL, alibi_slopes=slopes).sum()
+
+    with pytest.raises(ValueError, match=r"slopes must be constants.*not differentiated"):
+        jax.grad(loss)(jnp.ones(4))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_arrays_of_a_latent_must_agree():
+    x = jnp.zeros((1, 8, 4, 12))
+    good = [
+        x,
+        jnp.zeros((1, 8, 6)),
+        jnp.zeros((1, 8, 4)),
+        jnp.zeros((6, 4, 8)),
+        jnp.zeros((6, 4, 5)),
+    ]
+    assert farspan.latent_attention(*good, mask=CAUSAL).shape == (1, 8, 4, 5)
+    for place in range(5):
+        wrong = [y[..., :-1] if n == place else y for n, y in enumerate(good)]
+        if place == 4:
+            wrong[4] = wrong[4][:, :-1]
+        with pytest.raises(ValueError, match=r"latent_attention: .* must agree, got"):
+            farspan.latent_attention(*wrong, mask=CAUSAL)
+    with pytest.raises(ValueError, match="must share one floating dtype"):
+        farspan.latent_attention(*good[:4], good[4].astype(jnp.bfloat16), mask=CAUSAL)
 
 
 def test_impossible_combinations_are_refused_before_anything_runs():

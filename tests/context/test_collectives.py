@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,93 +9,17 @@ import pytest
 import farspan
 from farspan import schedules
 from farspan.plan.hlo import collectives, instructions
+from farspan.testing.compiled import AttentionLayer as Layer
+from farspan.testing.compiled import compile_attention, expected_collectives
 
 CAUSAL = farspan.Causal()
 WINDOW = farspan.Causal() & farspan.SlidingWindow(11, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """An attention layer whose traffic is counted."""
-
-    mask: farspan.Mask = CAUSAL
-    batch: int = 2
-    seq_len: int = 64
-    num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    value_dim: int = 24
-    latent: tuple[int, int] | None = None
-    metadata: tuple[str, ...] = ("segment_ids",)
-
-    def shape(self):
-        return schedules.AttentionShape(
-            self.batch, self.seq_len, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.value_dim, 4, segments="segment_ids" in self.metadata,
-            positions="positions" in self.metadata,
-            key_ranges=self.mask.given_ranges, latent_dims=self.latent or (),
-        )  # fmt: skip
-
-
 def compile_pass(context, layer, *, gradients):
-    """Compiles attention, or attention and its gradients, for arrays as a model shards them."""
-
-    def array(*dims, dtype=jnp.float32):
-        shape = (layer.batch, layer.seq_len, *dims)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=context.sharding(len(shape)))
-
-    query, out = array(layer.num_heads, layer.head_dim), array(layer.num_heads, layer.value_dim)
-    if layer.latent is None:
-        attend = farspan.attention
-        keys = [array(layer.num_kv_heads, dim) for dim in (layer.head_dim, layer.value_dim)]
-    else:
-        attend = farspan.latent_attention
-        rank, rope = layer.latent
-        widths = (layer.head_dim - rope, layer.value_dim)
-        keys = [array(rank), array(rope)]
-        everywhere = jax.sharding.NamedSharding(context.mesh, jax.sharding.PartitionSpec())
-        keys += [
-            jax.ShapeDtypeStruct((rank, layer.num_heads, width), jnp.float32, sharding=everywhere)
-            for width in widths
-        ]
-    labels = {name: array(dtype=jnp.int32) for name in layer.metadata}
-    if layer.mask.given_ranges:
-        labels["key_ranges"] = array(layer.mask.given_ranges, 2, dtype=jnp.int32)
-
-    def forward(operands, labels):
-        return attend(
-            *operands, mask=layer.mask, context=context, return_lse=True, **labels,
-            kernel=farspan.XlaKernel(rows=64, key_block=16),
-        )  # fmt: skip
-
-    def both(operands, labels, dout):
-        (out, lse), pull = jax.vjp(lambda x: forward(x, labels), operands)
-        return out, lse, pull((dout, jnp.zeros_like(lse)))
-
-    if gradients:
-        return jax.jit(both).lower([query, *keys], labels, out).compile()
-    return jax.jit(forward).lower([query, *keys], labels).compile()
-
-
-def expected(context, layer, directions):
-    degrees, layout = context.degrees, context.layout_object
-    tokens = layer.seq_len // degrees.sequence
-    halo = ()
-    if context.strategy == "halo":
-        transfers = schedules.halo_transfers(layout, degrees.sequence, tokens, layer.mask)
-        halo = tuple(transfer.tokens for transfer in transfers)
-    hops = None
-    if "positions" not in layer.metadata:
-        hops = schedules.reach_hops(layout, degrees.sequence, tokens, layer.mask)
-    options = schedules.Options(hops, context.head_groups, halo)
-    totals = {}
-    for direction in directions:
-        for found in schedules.collectives(
-            context.strategy, degrees, layer.shape(), direction, options
-        ):
-            count, size = totals.get(found.op, (0, 0))
-            totals[found.op] = (count + found.count, size + found.operand_bytes)
-    return totals
+    """Compiles the layer with blocks that are smaller than its few tokens."""
+    kernel = farspan.XlaKernel(rows=64, key_block=16)
+    return compile_attention(context, layer, gradients=gradients, kernel=kernel)
 
 
 def split(strategy, ring, ulysses, *, outer=1, layout="zigzag", head_groups=1):
@@ -123,6 +46,9 @@ SPECIAL = [
     # a latent travels in place of keys and values
     (("ring", 8, 1), {}, LATENT), (("all_gather", 4, 1), {}, LATENT),
     (("ulysses", 1, 4), {}, LATENT), (("usp", 2, 2), {}, LATENT),
+    # the gradient of sinks is summed over devices, beside that of a latent's matrices
+    (("ring", 4, 1), {}, Layer(sinks=True)),
+    (("ulysses", 1, 4), {}, Layer(latent=(12, 4), sinks=True)),
     # heads are cut into groups
     (("all_gather", 4, 1), {"head_groups": 2}, Layer()),
     (("ulysses", 1, 2), {"head_groups": 4}, MULTI_HEAD),
@@ -144,13 +70,17 @@ SPECIAL = [
 def test_counts_and_bytes_equal_the_formulas(mesh, options, layer):
     context = split(*mesh, **options)
     compiled = compile_pass(context, layer, gradients=True)
-    assert collectives(compiled.as_text()) == expected(context, layer, ("forward", "backward"))
+    assert collectives(compiled.as_text()) == expected_collectives(
+        context, layer, ("forward", "backward")
+    )
 
 
 @pytest.mark.parametrize("mesh", [("ring", 4, 1), ("usp", 2, 2)])
 def test_forward_alone_sends_its_part(mesh):
     compiled = compile_pass(split(*mesh), Layer(), gradients=False)
-    assert collectives(compiled.as_text()) == expected(split(*mesh), Layer(), ("forward",))
+    assert collectives(compiled.as_text()) == expected_collectives(
+        split(*mesh), Layer(), ("forward",)
+    )
 
 
 def test_a_rings_memory_does_not_grow_with_its_degree():

@@ -152,11 +152,17 @@ def test_what_does_not_fit_is_refused():
         farspan.attention(q, k, v, mask=CAUSAL, segment_ids=case.segment_ids(), context=context)
     placement = farspan.place_rows(context, CAUSAL, case.segment_ids()[:, :32])
     with pytest.raises(
-        ValueError, match=r"rows of the same length, got 32 tokens for arrays of 64"
+        ValueError, match=r"made for, \('balanced', 4, 32\), got \('balanced', 4, 64\)"
     ):
         farspan.shard_sequence((q, k, v, case.segment_ids()), context, placement)
-    with pytest.raises(ValueError, match=r"made for these rows, got places of \(2, 32\)"):
+    with pytest.raises(ValueError, match=r"made for, \('balanced', 4, 32\)"):
         farspan.attention(q, k, v, mask=CAUSAL, context=context, placement=placement)
+    placement = farspan.place_rows(context, CAUSAL, case.segment_ids()[:1])
+    with pytest.raises(ValueError, match=r"got places of \(1, 64\) for a batch of \(2, 64\)"):
+        farspan.attention(q, k, v, mask=CAUSAL, context=context, placement=placement)
+    zigzag = split(layout="zigzag")
+    with pytest.raises(ValueError, match=r"call place_rows with this context"):
+        farspan.attention(q, k, v, mask=CAUSAL, context=zigzag, placement=placement)
     with pytest.raises(ValueError, match="placement belongs to a split sequence"):
         farspan.attention(q, k, v, mask=CAUSAL, placement=placement)
     with pytest.raises(ValueError, match="as many sequence shards, got ring 8 with 8"):

@@ -4,7 +4,6 @@ import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -145,6 +144,18 @@ def test_windowed_layers_among_others(whole_windowed, parallel, model):
     )
 
 
+def test_unequal_work_is_said():
+    """Four contiguous shards of one causal document work 1 : 3 : 5 : 7."""
+    contiguous = {"context_parallel_load_balance": "contiguous"}
+    assert (
+        "has 1.74 times the mean work; try balanced"
+        in build_setup(varied(parallel=contiguous)).split
+    )
+    assert build_setup(CONFIG).split == "ring 4, zigzag"
+    window = {"sliding_window": 4}
+    assert "times" not in build_setup(varied(parallel=contiguous, model=window)).split
+
+
 def test_windowed_layers_receive_only_edges():
     """On the zigzag layout that balances the others; nothing is permuted in between."""
     setup = build_setup(varied(model=WINDOWED))
@@ -245,9 +256,7 @@ def test_no_activation_of_the_whole_row_is_gathered():
 def test_logits_of_all_tokens_never_exist():
     config = varied(model={"vocab_size": 32_000}, data=DataConfig(seq_len=8192), batch_size=1)
     setup = build_setup(config)
-    shape = jax.ShapeDtypeStruct((1, 1, 8192), jnp.int32)
-    placed = build_setup(CONFIG).place(batch_of(CONFIG))
-    batch = jax.tree.map(lambda x: shape if np.ndim(x) == 3 else x, placed)
+    batch = setup.place(batch_of(config, 8192))
     text = jax.jit(setup.gradients).lower(setup.abstract_state().params, batch).compile().as_text()
     local_logits = 8192 // 4 * 32_000
     assert all(np.prod(d) < local_logits for i in instructions(text) for _, d in i.shapes)

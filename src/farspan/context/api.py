@@ -267,6 +267,7 @@ def _with_placement(
             "attention: placement belongs to a split sequence, got one without context; pass the "
             "context that it was made for"
         )
+    placement.check(context, query.shape[1])
     index = placement.token_index
     if index is not None and index.shape != query.shape[:2]:
         raise ValueError(

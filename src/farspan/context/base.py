@@ -244,10 +244,12 @@ def wait_for(arrays: Tree, before: Any) -> Tree:
     """Arrays that depend on `before` by data: a 0 that is made of it is added.
 
     An optimization barrier would not do: it is dropped before XLA's CPU runtime orders anything.
+    The 0 is made of bits and not of a number, which might be NaN.
     """
     first = jax.tree.leaves(before)[0]
     some: Float[Array, ""] = first[(0,) * first.ndim].astype(jnp.float32)
-    zero = jnp.minimum(jnp.abs(some), 0)
+    bits = lax.bitcast_convert_type(some, jnp.int32)
+    zero = jnp.minimum(bits & jnp.int32(2**31 - 1), 0)
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), arrays)
 
 

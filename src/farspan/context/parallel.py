@@ -34,6 +34,7 @@ class ContextParallel:
         (`farspan.shard_sequence`).
       head_groups: Groups into which `all_gather` and `ulysses` cut the heads: the next group's keys
         are fetched while one group attends, and only two groups' are held. 1: all heads at once.
+        Under `ulysses` a group of fewer kv heads than devices sends copies of them.
       context_axes: The mesh's axes that split the sequence, (outer ring, ring, ulysses) or (ring,
         ulysses).
       batch_axes: Axes that split the batch.

@@ -26,15 +26,34 @@ class Placement:
         layout and sharded like the batch; None where the layout alone says it.
       hops: For each mask, how far keys must travel in a ring; int32 scalars.
       masks: The masks that hops are known for. Static.
+      layout, shards, seq_len: What it was made for: the layout, the sequence shards, and the tokens
+        in a row as placed. Static.
     """
 
     token_index: Leaf | None
     hops: tuple[schedules.Hops, ...]
     masks: tuple[Mask, ...] = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(metadata={"static": True})
+    shards: int = dataclasses.field(metadata={"static": True})
+    seq_len: int = dataclasses.field(metadata={"static": True})
 
     def hops_of(self, mask: Mask) -> schedules.Hops | None:
         """Hops that a mask needs; None where they are not known."""
         return self.hops[self.masks.index(mask)] if mask in self.masks else None
+
+    def check(self, context: ContextParallel, seq_len: int) -> None:
+        """Raises ValueError if it was made for another split, or for rows of another length.
+
+        That it was made for other documents of the same length cannot be seen.
+        """
+        made = (self.layout, self.shards, self.seq_len)
+        used = (context.layout, context.degrees.sequence, seq_len)
+        if made != used:
+            raise ValueError(
+                "a placement must be used with the layout, the sequence shards and the tokens per "
+                f"row that it was made for, {made}, got {used}; call place_rows with this context "
+                "and the segment_ids of these rows"
+            )
 
 
 def place_rows(
@@ -68,7 +87,9 @@ def place_rows(
     """
     orders, hops, weights = solve_rows(context, masks, segment_ids, key_ranges)
     index = jax.device_put(orders, context.sharding(2)) if context.layout == "balanced" else None
-    return Placement(index, hops, weights)
+    return Placement(
+        index, hops, weights, context.layout, context.degrees.sequence, orders.shape[1]
+    )
 
 
 def solve_rows(

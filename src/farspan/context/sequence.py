@@ -88,16 +88,13 @@ def _reorder(
     context: ContextParallel, placement: Placement | None, seq_len: int, *, inverse: bool
 ) -> Callable[[Any], Any]:
     """Puts the sequence axis into the order of the layout, or back."""
+    if placement is not None:
+        placement.check(context, seq_len)
     if placement is None or placement.token_index is None:
         order = context.layout_object.permutation(seq_len, context.degrees.sequence)
         order = np.argsort(order) if inverse else order
         return lambda x: x.take(order, axis=1)
     orders = np.asarray(placement.token_index)
-    if orders.shape[1] != seq_len:
-        raise ValueError(
-            f"the placement must be made for rows of the same length, got {orders.shape[1]} tokens "
-            f"for arrays of {seq_len}; call place_rows with the segment_ids of these rows"
-        )
     orders = np.argsort(orders, axis=1) if inverse else orders
 
     def take(x: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -21,6 +21,14 @@ CONTEXT_AXES = ("cp_ring_outer", "cp_ring", "cp_ulysses")
 
 PARAMETER_AXES = ("data", "fsdp", *CONTEXT_AXES)
 """Axes over which parameters, gradients and optimizer state are split together."""
+
+
+class ContextSizes(TypedDict, total=False):
+    """Sizes of the axes that split a row, as `make_mesh` takes them."""
+
+    cp_ring_outer: int
+    cp_ring: int
+    cp_ulysses: int
 
 
 def make_mesh(

@@ -35,6 +35,7 @@ class AttentionShape:
       segments: Whether rows carry segment ids.
       positions: Whether the places of tokens are data (explicit, or a balanced layout).
       key_ranges: Ranges of keys that come with each query.
+      sinks: Whether there are sinks, whose gradient is summed over the sequence.
       latent_dims: Widths of the arrays that are sent in place of keys and values, such as
         `(kv_lora_rank, rope_dim)`; empty: keys and values themselves.
     """
@@ -49,6 +50,7 @@ class AttentionShape:
     segments: bool = False
     positions: bool = False
     key_ranges: int = 0
+    sinks: bool = False
     latent_dims: tuple[int, ...] = ()
 
     @property
@@ -111,8 +113,8 @@ class Options:
       hops: How far keys travel in a ring; None is all the way round.
       head_groups: Groups into which heads are cut.
       halo_tokens: Tokens of each transfer of a halo (`halo_transfers`).
-      replicas: Devices in the mesh for each tensor shard: those that share the gradients of the
-        matrices of a latent. 0 is the context-parallel degree.
+      replicas: Devices in the mesh for each tensor shard: those that share the gradients of sinks
+        and of the matrices of a latent. 0 is the context-parallel degree.
     """
 
     hops: Hops | None = None
@@ -153,9 +155,9 @@ def collectives(
             found += _halo(degrees, shape, direction, options)
         else:
             found += _rings(degrees, shape, direction, options)
-    if shape.latent_dims and direction == "backward":
-        group = options.replicas or degrees.total
-        found.append(Collective("all-reduce", 1, shape.expansion_elements * 4, group))
+    shared = shape.expansion_elements + shape.num_heads * shape.sinks
+    if shared and direction == "backward":
+        found.append(Collective("all-reduce", 1, shared * 4, options.replicas or degrees.total))
     return tuple(c for c in found if c.group > 1 and c.count > 0)
 
 

@@ -67,6 +67,7 @@ def attention_parity(
     kernel: str | Kernel = "auto",
     *,
     placed: bool = False,
+    plainly: bool = True,
 ) -> list[Parity]:
     """Holds one combination against the dense float64 oracle.
 
@@ -76,6 +77,7 @@ def attention_parity(
       kernel: As in `farspan.attention`.
       placed: Whether to place the rows, so that a ring makes only the hops they need. The layout
         `balanced` always does.
+      plainly: Whether to call it without differentiating, too: a second program to compile.
 
     Returns:
       A row per output (called plainly, and under differentiation) and per gradient.
@@ -95,7 +97,7 @@ def attention_parity(
     placement = None
     if context is not None and (placed or context.layout == "balanced"):
         placement = place_case(case, inputs, context)
-    found = run_attention(case, inputs, context, kernel, placement)
+    found = run_attention(case, inputs, context, kernel, placement, plainly=plainly)
     quantities = {name: name.split(" ")[0] for name in found}
     return [
         Parity(name, relative_error(value, expected[quantity]), allowed[quantity])
@@ -109,6 +111,8 @@ def run_attention(
     context: ContextParallel | None,
     kernel: str | Kernel = "auto",
     placement: Placement | None = None,
+    *,
+    plainly: bool = True,
 ) -> dict[str, Any]:
     """Runs a case plainly and under `jax.vjp`.
 
@@ -118,6 +122,7 @@ def run_attention(
       context: As in `attention_parity`.
       kernel: As in `attention_parity`.
       placement: Of these rows; needed by the layout `balanced`.
+      plainly: As in `attention_parity`.
 
     Returns:
       Quantities by name (see `Parity`), in the order of the text.
@@ -139,7 +144,7 @@ def run_attention(
         return out, lse
 
     @jax.jit
-    def plainly(arrays: dict[str, Any], weights: Any, placement: Any) -> dict[str, Any]:
+    def undifferentiated(arrays: dict[str, Any], weights: Any, placement: Any) -> dict[str, Any]:
         out, lse = call(arrays, placement, *[arrays[name] for name in names], weights)
         return {"out (plain)": out, "lse (plain)": lse.swapaxes(1, 2)}
 
@@ -153,7 +158,8 @@ def run_attention(
         return {"out": out, "lse": lse.swapaxes(1, 2)} | found, dweights
 
     by_token, dweights = differentiated(arrays, inputs.weights, placement)
-    by_token = plainly(arrays, inputs.weights, placement) | by_token
+    if plainly:
+        by_token = undifferentiated(arrays, inputs.weights, placement) | by_token
     if context is not None:
         by_token = unshard_sequence(by_token, context, case.seq_len, placement)
     result = {name: x.swapaxes(1, 2) if "lse" in name else x for name, x in by_token.items()}

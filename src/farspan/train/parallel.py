@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypedDict
 
 from farspan import schedules
 from farspan.context import ContextParallel
-from farspan.dist import ensure_devices, make_mesh
+from farspan.dist import ContextSizes, ensure_devices, make_mesh
 from farspan.layouts import get_layout
 from farspan.masks import Causal, Mask, SlidingWindow
 from farspan.models import DecoderConfig
 from farspan.train.config import ParallelConfig
-
-
-class ContextSizes(TypedDict):
-    """Sizes of the mesh axes that split the sequence."""
-
-    cp_ring_outer: int
-    cp_ring: int
-    cp_ulysses: int
 
 
 def context_degrees(parallel: ParallelConfig, model: DecoderConfig) -> tuple[str, ContextSizes]:

@@ -19,6 +19,7 @@ from farspan.data.batch import Batch
 from farspan.dist.sharding import parameter_shardings, parameter_spec
 from farspan.masks import Mask, visible_pairs
 from farspan.models import decoder
+from farspan.schedules import pairs_per_shard
 from farspan.train.config import TrainConfig
 from farspan.train.optimizer import build_optimizer, learning_rate_schedule
 from farspan.train.parallel import LayerKind, layer_kinds, make_context
@@ -29,6 +30,9 @@ from farspan.train.sharded import (
     sharded_linear,
 )
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID, Leaf
+
+UNBALANCED = 1.05
+"""Work of the busiest device over the mean, for a row of one document, that is worth a word."""
 
 
 @jax.tree_util.register_dataclass
@@ -97,8 +101,19 @@ class TrainSetup:
 
     @property
     def split(self) -> str:
-        """How a row is split over devices, in words."""
-        return f"{self.context.split}, {self.context.layout}"
+        """How a row is split over devices, in words, and how unequal the work is, if it is."""
+        words = f"{self.context.split}, {self.context.layout}"
+        shards = self.context.degrees.sequence
+        if shards == 1 or self.context.layout == "balanced":
+            return words
+        work = sum(
+            layers * pairs_per_shard(mask, self.context.layout_object, self.seq_len, shards)
+            for mask, layers in self._masks.items()
+        )
+        busiest = float(np.max(work) / np.mean(work))
+        if busiest < UNBALANCED:
+            return words
+        return f"{words}: the busiest device has {busiest:.2f} times the mean work; try balanced"
 
     @property
     def seq_len(self) -> int:
@@ -157,7 +172,10 @@ class TrainSetup:
         if solved or (self.config.data.packing and self._has_ring):
             index = split(orders) if solved else None
             repeated = jax.tree.map(lambda x: np.full(parts, x, np.int32), hops)
-            placement = Placement(index, repeated, masks)
+            placement = Placement(
+                index, repeated, masks, self.context.layout, self.context.degrees.sequence,
+                self.seq_len,
+            )  # fmt: skip
         return DeviceBatch(
             tokens=put(batch.tokens, 0),
             labels=put(batch.labels, IGNORE_LABEL),
