@@ -71,7 +71,7 @@ def _layer(heads: int, kv_heads: int, dim: int, window: int = 0, **more: Any) ->
     return AttentionLayer(mask, 1, 0, heads, kv_heads, dim, **more)
 
 
-# From the `config.json` beside the weights of each model on huggingface.co.
+# From the `config.json` beside the weights of each model on Hugging Face.
 MODELS: dict[str, dict[str, AttentionLayer]] = {
     # meta-llama/Llama-3.1-8B and -70B: num_attention_heads, num_key_value_heads, head_dim
     "llama-3.1-8b": {"global": _layer(32, 8, 128)},

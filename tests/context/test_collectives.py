@@ -49,6 +49,8 @@ SPECIAL = [
     # the gradient of sinks is summed over devices, beside that of a latent's matrices
     (("ring", 4, 1), {}, Layer(sinks=True)),
     (("ulysses", 1, 4), {}, Layer(latent=(12, 4), sinks=True)),
+    # groups of heads share one latent: nothing more is sent
+    (("all_gather", 4, 1), {"head_groups": 4}, LATENT), (("usp", 2, 2), {"head_groups": 2}, LATENT),
     # heads are cut into groups
     (("all_gather", 4, 1), {"head_groups": 2}, Layer()),
     (("ulysses", 1, 2), {"head_groups": 4}, MULTI_HEAD),
@@ -115,6 +117,22 @@ def test_backward_keeps_no_more_than_forwards_shards(strategy):
     saved = [aval.size for aval, _ in saved_residuals(loss, q, k, k)]
     assert sum(saved) <= q.size * 2 + k.size * 2 + 64 * 8 + 8
     assert np.max(saved) <= q.size
+
+
+@pytest.mark.parametrize("mesh", [("all_gather", 4, 1), ("ring", 4, 1)])
+def test_a_latent_is_expanded_for_one_group_of_heads_at_a_time(mesh):
+    layer = Layer(
+        seq_len=1024, num_heads=32, batch=1, latent=(12, 4), value_dim=16, metadata=()
+    )  # fmt: skip
+    needed = [
+        compile_pass(split(*mesh, head_groups=groups), layer, gradients=True)
+        .memory_analysis()
+        .temp_size_in_bytes
+        for groups in (1, 8)
+    ]
+    at_once = layer.seq_len // (4 if mesh[0] == "ring" else 1)
+    expanded = at_once * layer.num_heads * (layer.head_dim + layer.value_dim) * 4
+    assert needed[0] - needed[1] > expanded
 
 
 @pytest.mark.parametrize("mesh", [("all_gather", 4, 1), ("ulysses", 1, 4)])

@@ -240,6 +240,59 @@ class Local:
 Tree = TypeVar("Tree")
 
 
+def part_of(x: Array, group: Array | int, groups: int, axis: int) -> Array:
+    """One of `groups` equal parts of an array along an axis."""
+    if groups == 1:
+        return x
+    count = x.shape[axis] // groups
+    return lax.dynamic_slice_in_dim(x, group * count, count, axis)
+
+
+def put_heads(whole: Tree, parts: Any, axes: Any, group: Array | int) -> Tree:
+    """Puts arrays of one group of heads to their place in those of all heads."""
+
+    def put(whole: Array, part: Array, axis: int) -> Array:
+        return lax.dynamic_update_slice_in_dim(whole, part, group * part.shape[axis], axis)
+
+    return jax.tree.map(put, whole, parts, axes)
+
+
+def heads_of(queries: Queries, group: Array | int, groups: int) -> Queries:
+    """The queries of one of `groups` groups of heads."""
+
+    def part(x: Any, axis: int) -> Any:
+        return None if x is None else part_of(x, group, groups, axis)
+
+    return dataclasses.replace(
+        queries,
+        query=part(queries.query, 2),
+        dout=part(queries.dout, 2),
+        lse=part(queries.lse, 1),
+        delta=part(queries.delta, 1),
+    )
+
+
+def nothing_seen(call: Call, queries: Queries, keys: Keys) -> Partial:
+    """The result over no keys."""
+    batch, length, heads, _ = queries.query.shape
+    dtype = jnp.promote_types(queries.query.dtype, jnp.float32)
+    value = jax.eval_shape(call.expansion.expand, keys.arrays)[1]
+    return (
+        jnp.zeros((batch, length, heads, value.shape[-1]), dtype),
+        jnp.full((batch, heads, length), -jnp.inf, dtype),
+    )
+
+
+def no_gradients(call: Call, queries: Queries, keys: Keys) -> Gradients:
+    """Sums of gradients over no pairs."""
+    dtype = jnp.promote_types(queries.query.dtype, jnp.float32)
+
+    def zeros(arrays: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
+
+    return Gradients(zeros(queries.query), zeros(keys.arrays), zeros(call.expansion.weights))
+
+
 def wait_for(arrays: Tree, before: Any) -> Tree:
     """Arrays that depend on `before` by data: a 0 that is made of it is added.
 

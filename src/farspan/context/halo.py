@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from farspan.context.base import Axes, Call, Gradients, Keys, Local, Partial, Queries, Slots
+from farspan.context.base import (
+    Axes,
+    Call,
+    Gradients,
+    Keys,
+    Local,
+    Partial,
+    Queries,
+    Slots,
+    Strategy,
+)
 from farspan.schedules import HaloTransfer, halo_transfers
 
 _NOWHERE = -(2**30)
@@ -40,7 +50,7 @@ class Halo:
 
     axes: Axes
     degree: int
-    inner: Local = dataclasses.field(default_factory=Local)
+    inner: Strategy = dataclasses.field(default_factory=Local)
 
     def forward(self, call: Call, queries: Queries, keys: Keys, partial: Partial | None) -> Partial:
         """See `Strategy.forward`."""

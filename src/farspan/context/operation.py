@@ -204,7 +204,9 @@ def _local(
             slots = dataclasses.replace(queries.slots, shards=shard)
             queries = dataclasses.replace(queries, slots=slots)
         shard_tokens = queries.query.shape[1] * context.degrees.heads
-        strategy = context.strategy_object(hops or _static_hops(plan, queries, shard_tokens))
+        strategy = context.strategy_object(
+            hops or _static_hops(plan, queries, shard_tokens), latent=bool(weights)
+        )
     if queries.dout is None:
         return strategy.forward(call, queries, Keys(keys, queries.slots.of_keys()), None)
     fetched = (queries.query, keys, queries.slots)

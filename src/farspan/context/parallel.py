@@ -12,6 +12,7 @@ from farspan import schedules
 from farspan.context.all_gather import Gather
 from farspan.context.base import Local, Strategy
 from farspan.context.halo import Halo
+from farspan.context.head_groups import HeadGroups
 from farspan.context.ring import Ring
 from farspan.context.staged import Staged
 from farspan.context.ulysses import Exchange
@@ -34,7 +35,8 @@ class ContextParallel:
         (`farspan.shard_sequence`).
       head_groups: Groups into which `all_gather` and `ulysses` cut the heads: the next group's keys
         are fetched while one group attends, and only two groups' are held. 1: all heads at once.
-        Under `ulysses` a group of fewer kv heads than devices sends copies of them.
+        Under `ulysses` a group of fewer kv heads than devices sends copies of them. With the latent
+        of MLA, any strategy takes groups: one latent is sent, and expanded group by group.
       context_axes: The mesh's axes that split the sequence, (outer ring, ring, ulysses) or (ring,
         ulysses).
       batch_axes: Axes that split the batch.
@@ -94,34 +96,39 @@ class ContextParallel:
         """The layout that the name selects."""
         return get_layout(self.layout)
 
-    def strategy_object(self, hops: schedules.Hops | None = None) -> Strategy:
+    def strategy_object(
+        self, hops: schedules.Hops | None = None, *, latent: bool = False
+    ) -> Strategy:
         """Composes the strategy that the name selects.
 
         Args:
           hops: How far keys must travel in a ring, integers or arrays; None: all the way round.
+          latent: Whether keys and values come from a latent. Then groups of heads share what is
+            sent, and are expanded one after the other.
         """
         degrees = self.degrees
-        if self.strategy == "all_gather":
-            stage = Gather(self.sequence_axes, degrees.sequence)
-            return Staged(stage, Local(), self.head_groups)
-        if self.strategy == "ring":
-            return self._ring(hops)
         inner: Strategy = Local()
+        if latent and self.head_groups > 1:
+            inner = HeadGroups(inner, self.head_groups)
+        groups = 1 if latent else self.head_groups
+        if self.strategy == "all_gather":
+            return Staged(Gather(self.sequence_axes, degrees.sequence), inner, groups)
+        if self.strategy == "ring":
+            return self._ring(inner, hops)
         if self.strategy == "usp":
-            inner = self._ring(hops)
+            inner = self._ring(inner, hops)
         elif self.strategy == "halo":
-            inner = Halo(self.sequence_axes, degrees.sequence)
-        stage = Exchange(self.exchange_axes, degrees.heads)
-        return Staged(stage, inner, self.head_groups)
+            inner = Halo(self.sequence_axes, degrees.sequence, inner)
+        return Staged(Exchange(self.exchange_axes, degrees.heads), inner, groups)
 
-    def _ring(self, hops: schedules.Hops | None) -> Strategy:
+    def _ring(self, inside: Strategy, hops: schedules.Hops | None) -> Strategy:
         degrees, axes = self.degrees, self.sequence_axes
         if degrees.outer == 1:
-            return Ring(axes, degrees.sequence, hops=hops)
+            return Ring(axes, degrees.sequence, inside, hops)
         inner = degrees.sequence // degrees.outer
         if hops is not None:
             hops = schedules.group_hops(hops, inner, degrees.outer)
-        inside = Ring(axes[1:], inner)
+        inside = Ring(axes[1:], inner, inside)
         return Ring(axes[:1], degrees.outer, inside, hops, stride=inner)
 
     @property

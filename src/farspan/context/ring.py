@@ -39,6 +39,8 @@ from farspan.context.base import (
     Partial,
     Queries,
     Strategy,
+    no_gradients,
+    nothing_seen,
 )
 from farspan.schedules import Hops, jumps, ring_backward_visitor
 
@@ -66,7 +68,7 @@ class Ring:
 
     def forward(self, call: Call, queries: Queries, keys: Keys, partial: Partial | None) -> Partial:
         """See `Strategy.forward`."""
-        start = _nothing(call, queries, keys) if partial is None else partial
+        start = nothing_seen(call, queries, keys) if partial is None else partial
         before, after = self._hops()
 
         def step(keys: Keys, partial: Partial) -> Partial:
@@ -93,7 +95,7 @@ class Ring:
     ) -> Gradients:
         """See `Strategy.backward`."""
         if sums is None:
-            sums = _no_gradients(call, queries, keys)
+            sums = no_gradients(call, queries, keys)
         sums = self.inner.backward(call, queries, keys, sums)
         before, after = self._hops()
         if _is_zero(before) and _is_zero(after):
@@ -197,7 +199,7 @@ class Ring:
 
     def _not_before(self, call: Call, x: Any, other: Any, always: bool = False) -> Any:
         """Keeps a ring inside from running beside this ring's own transfers, if order matters."""
-        return call.after(x, other) if always or not isinstance(self.inner, Local) else x
+        return call.after(x, other) if always or isinstance(self.inner, Ring) else x
 
 
 def _visitor(queries: Queries, keys: Keys) -> str:
@@ -214,26 +216,6 @@ def _visitor(queries: Queries, keys: Keys) -> str:
         labels=shared,
         query_labels=ranges,
     )
-
-
-def _nothing(call: Call, queries: Queries, keys: Keys) -> Partial:
-    """The result over no keys."""
-    batch, length, heads, _ = queries.query.shape
-    dtype = jnp.promote_types(queries.query.dtype, jnp.float32)
-    value = jax.eval_shape(call.expansion.expand, keys.arrays)[1]
-    return (
-        jnp.zeros((batch, length, heads, value.shape[-1]), dtype),
-        jnp.full((batch, heads, length), -jnp.inf, dtype),
-    )
-
-
-def _no_gradients(call: Call, queries: Queries, keys: Keys) -> Gradients:
-    dtype = jnp.promote_types(queries.query.dtype, jnp.float32)
-
-    def zeros(arrays: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), arrays)
-
-    return Gradients(zeros(queries.query), zeros(keys.arrays), zeros(call.expansion.weights))
 
 
 def _is_zero(hops: Any) -> bool:

@@ -15,7 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from farspan.context.base import Call, Gradients, Keys, Partial, Queries, Slots, Strategy
+from farspan.context.base import (
+    Call,
+    Gradients,
+    Keys,
+    Partial,
+    Queries,
+    Slots,
+    Strategy,
+    heads_of,
+    part_of,
+    put_heads,
+)
 
 
 @runtime_checkable
@@ -92,7 +103,7 @@ class Staged:
         groups = self.head_groups
 
         def own(group: Array | int) -> tuple[Queries, Keys]:
-            return _heads_of_queries(queries, group, groups), _heads_of_keys(keys, group, groups)
+            return heads_of(queries, group, groups), _heads_of_keys(keys, group, groups)
 
         def bring(group: Array | int) -> tuple[Queries, Keys]:
             some_queries, some_keys = own(group)
@@ -108,17 +119,10 @@ class Staged:
         if groups == 1:
             return attend(call, bring(0), (queries, keys))
 
-        def put(results: Any, found: Any, group: Array | int) -> Any:
-            def at(whole: Array, part: Array, axis: int) -> Array:
-                start = group * part.shape[axis]
-                return lax.dynamic_update_slice_in_dim(whole, part, start, axis)
-
-            return jax.tree.map(at, results, found, axes)
-
         def body(group: Array, carry: Any) -> Any:
             brought, results = carry
             following = bring(group + 1)
-            return following, put(results, run(group, brought), group)
+            return following, put_heads(results, run(group, brought), axes, group)
 
         shapes = jax.eval_shape(lambda: run(0, bring(0)))
         nothing = jax.tree.map(
@@ -130,25 +134,8 @@ class Staged:
         )
         last = groups - 1
         brought, results = lax.fori_loop(0, last, body, (bring(0), nothing))
-        return put(results, run(last, brought), last)
-
-
-def _part(x: Array | None, group: Array | int, groups: int, axis: int) -> Any:
-    if x is None or groups == 1:
-        return x
-    count = x.shape[axis] // groups
-    return lax.dynamic_slice_in_dim(x, group * count, count, axis)
-
-
-def _heads_of_queries(queries: Queries, group: Array | int, groups: int) -> Queries:
-    return dataclasses.replace(
-        queries,
-        query=_part(queries.query, group, groups, 2),
-        dout=_part(queries.dout, group, groups, 2),
-        lse=_part(queries.lse, group, groups, 1),
-        delta=_part(queries.delta, group, groups, 1),
-    )
+        return put_heads(results, run(last, brought), axes, last)
 
 
 def _heads_of_keys(keys: Keys, group: Array | int, groups: int) -> Keys:
-    return Keys(tuple(_part(x, group, groups, 2) for x in keys.arrays), keys.slots)
+    return Keys(tuple(part_of(x, group, groups, 2) for x in keys.arrays), keys.slots)

@@ -168,21 +168,28 @@ def kv_replicas(num_kv_heads: int, degree: int) -> int:
 def _check_head_groups(
     strategy: str, degrees: Degrees, num_heads: int, num_kv_heads: int, groups: int, latent: bool
 ) -> None:
-    if strategy not in ("all_gather", "ulysses") or latent:
-        raise ValueError(
-            "head_groups: only all_gather and ulysses of keys and values cut heads into groups, "
-            f"got strategy={strategy}, head_groups={groups}{', a latent' if latent else ''}; "
-            "use head_groups=1"
+    if latent:
+        heads = num_heads // degrees.heads
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        rule = "must divide the query heads on a device once they are exchanged"
+    else:
+        if strategy not in ("all_gather", "ulysses"):
+            raise ValueError(
+                "head_groups: only all_gather and ulysses cut heads of keys and values into "
+                f"groups, got strategy={strategy}, head_groups={groups}; use head_groups=1"
+            )
+        rule = (
+            "must divide the kv heads on a device, and leave query heads that the Ulysses degree "
+            "divides"
         )
-    fits = [
-        n
-        for n in range(1, num_kv_heads + 1)
-        if num_kv_heads % n == 0 and num_heads // n % degrees.heads == 0
-    ]
+        fits = [
+            n
+            for n in range(1, num_kv_heads + 1)
+            if num_kv_heads % n == 0 and num_heads // n % degrees.heads == 0
+        ]
     if groups not in fits:
         raise ValueError(
-            "head_groups: must divide the kv heads on a device, and leave query heads that the "
-            f"Ulysses degree divides, got head_groups={groups}, num_heads={num_heads}, "
+            f"head_groups: {rule}, got head_groups={groups}, num_heads={num_heads}, "
             f"num_kv_heads={num_kv_heads}, degree={degrees.heads}; use head_groups="
             + ", ".join(map(str, fits))
         )

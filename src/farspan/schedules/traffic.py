@@ -146,7 +146,7 @@ def collectives(
     Returns:
       Collectives with exact counts and bytes; empty where the degree is 1.
     """
-    options = options or Options()
+    options = _options(shape, options)
     if strategy == "all_gather":
         found = _all_gather(degrees, shape, direction, options)
     else:
@@ -180,7 +180,7 @@ def held_key_bytes(
     Counts its own shard, what has come and what is arriving (in the type of the inputs); a latent
     as it is sent, not expanded.
     """
-    options = options or Options()
+    options = _options(shape, options)
     token_bytes = shape.batch * shape.itemsize
     local = shape.seq_len // degrees.total * shape.key_elements(shape.num_kv_heads)
     own = local * token_bytes
@@ -293,6 +293,12 @@ def ring_backward_visitor(
     per_query = (query_elements + out_elements) * itemsize + 8 * num_heads
     queries = per_query + query_elements * 4 + (labels + query_labels) * 4
     return "keys" if keys <= queries else "queries"
+
+
+def _options(shape: AttentionShape, options: Options | None) -> Options:
+    """Options as they bear on what is sent: all groups of heads share one latent."""
+    options = options or Options()
+    return dataclasses.replace(options, head_groups=1) if shape.latent_dims else options
 
 
 def _heads_inside(shape: AttentionShape, degrees: Degrees, options: Options) -> int:
