@@ -7,7 +7,7 @@ from farspan.train.config import DataConfig, OptimizerConfig, ParallelConfig, Tr
 
 
 def quickstart() -> TrainConfig:
-    """A byte-level Llama-style decoder; 8 devices, ring 4 x ulysses 2, share each row.
+    """A byte-level Llama-style decoder; 8 devices, ring 2 x ulysses 4, share each row.
 
     Sized for two CPU cores, where the devices are virtual.
     """
