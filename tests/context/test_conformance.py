@@ -107,6 +107,15 @@ def test_each_strategy(strategy):
         assert quantity.ok, quantity
 
 
+@pytest.mark.parametrize("strategy", support.CHOICES["strategy"])
+def test_a_mesh_of_one_device(strategy):
+    context = farspan.ContextParallel(farspan.make_mesh(), strategy, "zigzag")
+    mask = farspan.Causal() & farspan.SlidingWindow(9, 0)
+    case = AttentionCase(mask=mask, documents=(5, 23, 1, 28), dropout_rate=0.2)
+    for quantity in attention_parity(case, context, "reference", plainly=False):
+        assert quantity.ok, quantity
+
+
 def test_data_and_tensor_axes_beside_context():
     mesh = farspan.make_mesh(data=2, cp_ring=2, tensor=2)
     context = farspan.ContextParallel(mesh, "ring", "zigzag")

@@ -104,11 +104,9 @@ CHOICES: dict[str, dict[str, Value]] = {
     },
     "head groups": {str(n): Value(context={"head_groups": n}) for n in (1, 2)},
     "mesh": {
-        "1": _mesh(1, 1, 1),
         "ring 2 x ulysses 2": _mesh(1, 2, 2),
         "ring 4": _mesh(1, 4, 1),
         "ring 4 x ulysses 2": _mesh(1, 4, 2),
-        "ring 8": _mesh(1, 8, 1),
         "ulysses 8": _mesh(1, 1, 8),
         "rings 2 x 2": _mesh(2, 2, 1),
         "rings 2 x 2 x ulysses 2": _mesh(2, 2, 2),
