@@ -46,8 +46,9 @@ def test_one_seed_is_one_result_on_every_mesh():
     q, k, v = (draw.standard_normal((2, 32, heads, 8), np.float32) for heads in (4, 2, 2))
     options = {"mask": farspan.Causal(), "dropout_rate": 0.5}
     alone = np.asarray(farspan.attention(q, k, v, dropout_seed=3, **options))
-    other = np.asarray(farspan.attention(q, k, v, dropout_seed=jnp.uint32(4), **options))
-    assert np.abs(alone - other).max() > 0.1
+    for seed in (jnp.uint32(4), 2**31 + 3, -1):
+        other = np.asarray(farspan.attention(q, k, v, dropout_seed=seed, **options))
+        assert np.abs(alone - other).max() > 0.1
     for sizes, layout in (
         ({"data": 2, "cp_ring": 2, "tensor": 2}, "zigzag"),
         ({"fsdp": 2, "cp_ring": 4}, "striped"),

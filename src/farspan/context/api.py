@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Inexact, Int
 from farspan import schedules
 from farspan.context.checks import (
     check_batch,
-    check_dropout,
     check_labels,
     check_latent,
     check_query_key_value,
+    checked_seed,
     constant_slopes,
 )
 from farspan.context.operation import Arrays, Data, Plan, attend
@@ -200,8 +200,8 @@ def _attend(
     cap, scale = options.get("logits_soft_cap"), options.get("scale")
     if cap is not None and not cap > 0:
         raise ValueError(f"attention: logits_soft_cap must be positive, got {cap}")
-    rate, seed = options.get("dropout_rate", 0.0), options.get("dropout_seed")
-    check_dropout(rate, seed)
+    rate = options.get("dropout_rate", 0.0)
+    seed = checked_seed(rate, options.get("dropout_seed"))
     context, placement = options.get("context"), options.get("placement")
     plan = Plan(
         context,
@@ -219,7 +219,7 @@ def _attend(
         _as_int32(segment_ids),
         _as_int32(positions),
         _as_int32(key_ranges),
-        jnp.asarray(seed).astype(jnp.uint32) if rate else None,
+        seed,
     )
     arrays, data = _pad_to_multiple(context, (query, *keys), data)
     data = _with_placement(context, placement, mask, data, arrays[0])

@@ -101,15 +101,20 @@ def check_labels(
         )
 
 
-def check_dropout(rate: float, seed: Any | None) -> None:
-    """Checks the rate, and that a seed is there exactly where it is used."""
+def checked_seed(rate: float, seed: Any | None) -> Array | None:
+    """Checks the rate of dropout, and gives the seed as a uint32 scalar where it is used."""
     if not 0 <= rate < 1:
         raise ValueError(f"attention: dropout_rate must be in [0, 1), got {rate}")
-    if rate and (seed is None or not jnp.issubdtype(jnp.asarray(seed).dtype, jnp.integer)):
+    if not rate:
+        return None
+    if isinstance(seed, int):
+        return jnp.uint32(seed % 2**32)
+    if seed is None or not jnp.issubdtype(jnp.asarray(seed).dtype, jnp.integer):
         raise ValueError(
             f"attention: dropout needs an integer seed, got dropout_rate={rate}, "
             f"dropout_seed={seed}; pass another dropout_seed for each layer and step"
         )
+    return jnp.asarray(seed).astype(jnp.uint32)
 
 
 def constant_slopes(
