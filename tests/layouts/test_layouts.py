@@ -21,23 +21,12 @@ def test_striped_deals_tokens_round():
     np.testing.assert_array_equal(order, [0, 2, 4, 6, 1, 3, 5, 7])
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    shards=st.integers(1, 9),
-    pieces=st.integers(1, 5),
-    axis=st.integers(0, 2),
-)
-def test_restore_undoes_permute(name, shards, pieces, axis):
+@given(name=st.sampled_from(NAMES), shards=st.integers(1, 9), pieces=st.integers(1, 5))
+def test_every_token_lies_in_one_slot(name, shards, pieces):
     layout = get_layout(name)
     seq_len = layout.multiple(shards) * pieces
     order = layout.permutation(seq_len, shards)
     np.testing.assert_array_equal(np.sort(order), np.arange(seq_len))
-    shape = [2, 3, 2]
-    shape[axis] = seq_len
-    array = np.random.default_rng(0).standard_normal(shape)
-    placed = layout.permute(array, shards, axis)
-    np.testing.assert_array_equal(placed, np.take(array, order, axis))
-    np.testing.assert_array_equal(layout.restore(placed, shards, axis), array)
 
 
 @pytest.mark.parametrize("name", NAMES)

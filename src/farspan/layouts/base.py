@@ -76,15 +76,6 @@ class Layout(abc.ABC):
         shards = [self.token_index(s, seq_len, num_shards, slots) for s in range(num_shards)]
         return np.concatenate(shards).astype(np.int32)
 
-    def permute(self, array: Any, num_shards: int, axis: int = 1) -> Any:
-        """Puts the sequence axis into the order of the layout."""
-        return array.take(self.permutation(array.shape[axis], num_shards), axis=axis)
-
-    def restore(self, array: Any, num_shards: int, axis: int = 1) -> Any:
-        """Puts the sequence axis back into the order of the text: the inverse of `permute`."""
-        order = np.argsort(self.permutation(array.shape[axis], num_shards))
-        return array.take(order, axis=axis)
-
     def check(self, seq_len: int, num_shards: int) -> None:
         """Raises ValueError if the layout cannot cut `seq_len` tokens into `num_shards` shards."""
         multiple = self.multiple(num_shards)

@@ -117,17 +117,10 @@ def dense_attention_vjp(
     if alibi_slopes is not None:
         distance = np.abs(index[:, None, :, None] - index[:, None, None, :])
         score = score - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance
-    score = np.where(seen, score, -np.inf)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
-    greatest = np.maximum(score.max(-1), sink[:, None])
-    shift = np.where(np.isneginf(greatest), 0, greatest)
-    weight = np.exp(score - shift[..., None])
-    total = weight.sum(-1) + np.exp(sink[:, None] - shift)
-    with np.errstate(divide="ignore"):
-        lse = shift + np.log(total)
+    weight, lse = _softmax(np.where(seen, score, -np.inf), sink)
     if segment is not None:
         lse = np.where((segment != 0)[:, None], lse, -np.inf)
-    weight = weight / np.where(total == 0, 1, total)[..., None]
     out = np.einsum("bhst,bthd->bshd", weight * kept, v)
     if dout is None:
         return DenseResult(out, lse)
@@ -148,6 +141,17 @@ def dense_attention_vjp(
         dvalue=np.einsum("bhst,bshd->bthd", weight * kept, d_out).reshape(by_group).sum(3),
         dsinks=None if sinks is None else -(sink_share * delta).sum((0, 2)),
     )
+
+
+def _softmax(score: F64, sink: F64) -> tuple[F64, F64]:
+    """Weights `[B, H, S, S]` and log-sum-exp `[B, H, S]`, a sink per head in the denominator."""
+    greatest = np.maximum(score.max(-1), sink[:, None])
+    shift = np.where(np.isneginf(greatest), 0, greatest)
+    weight = np.exp(score - shift[..., None])
+    total = weight.sum(-1) + np.exp(sink[:, None] - shift)
+    with np.errstate(divide="ignore"):
+        lse = shift + np.log(total)
+    return weight / np.where(total == 0, 1, total)[..., None], lse
 
 
 def dense_dropout(index: Any, num_heads: int, options: dict[str, Any]) -> F64:
