@@ -1,10 +1,6 @@
 """The attention benchmark: its reference, and a short run of ours."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +8,11 @@ import pytest
 import farspan
 from farspan.testing.oracle import dense_attention_vjp
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROW_KEYS = {"implementation", "seq_len", "devices", "cpu_seconds", "peak_bytes", "error"}
 
 
 @pytest.fixture
-def problem_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def problem_module(importable):  # noqa: ARG001
     from peers import problem
 
     return problem
@@ -35,21 +29,8 @@ def test_the_chunked_reference_is_the_dense_oracle(problem_module, seq_len):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-def run_benchmark(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment.pop("FARSPAN_PEER_PYTHONS", None)
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "attention.py"), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_a_quick_run_of_ours_is_exact_and_reports_every_key():
-    done = run_benchmark("--quick", "--only", "farspan", "--json")
+def test_a_quick_run_of_ours_is_exact_and_reports_every_key(run_benchmark):
+    done = run_benchmark("attention.py", "--quick", "--only", "farspan", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert {"rows", "versions", "commit"} <= report.keys()
@@ -64,15 +45,17 @@ def test_a_quick_run_of_ours_is_exact_and_reports_every_key():
         assert row["error"] < 1e-5, row["errors"]
 
 
-def test_an_implementation_that_fails_is_reported_and_ours_fails_the_run():
-    done = run_benchmark("--quick", "--only", "farspan xla", "--num-heads", "3", "--json")
+def test_an_implementation_that_fails_is_reported_and_ours_fails_the_run(run_benchmark):
+    done = run_benchmark(
+        "attention.py", "--quick", "--only", "farspan xla", "--num-heads", "3", "--json"
+    )
     assert done.returncode == 1
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["rows"] == []
     assert "multiple of kv heads" in report["not_measured"][0]["reason"]
 
 
-def test_an_interpreter_that_does_not_run_is_an_error(tmp_path):
-    done = run_benchmark("--quick", "--peer-python", str(tmp_path / "python"))
+def test_an_interpreter_that_does_not_run_is_an_error(run_benchmark, tmp_path):
+    done = run_benchmark("attention.py", "--quick", "--peer-python", str(tmp_path / "python"))
     assert done.returncode == 1
     assert "--peer-python must name a Python that runs" in done.stderr

@@ -1,31 +1,14 @@
 """The benchmark of the layouts' balance, on short rows."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "balance.py"
 ROW_KEYS = {"layout", "law", "cp", "max_over_mean", "bytes_received_per_device"}
 LAWS = {"one_document", "lognormal", "short_and_long", "sliding_window", "prefix_lm"}
 LAYOUTS = ["contiguous", "zigzag", "striped", "balanced"]
 
 
-def run_benchmark(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_balanced_is_balanced_on_every_law_and_receives_no_more():
-    done = run_benchmark("--cp", "8", "16", "--tokens-per-device", "512", "--json")
+def test_balanced_is_balanced_on_every_law_and_receives_no_more(run_benchmark):
+    done = run_benchmark("balance.py", "--cp", "8", "16", "--tokens-per-device", "512", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert {"rows", "versions", "commit"} <= report.keys()
@@ -42,7 +25,7 @@ def test_balanced_is_balanced_on_every_law_and_receives_no_more():
     assert {row["bytes_received_per_device"] for row in known} == {7 * 512 * 2 * 8 * 128 * 2}
 
 
-def test_a_length_that_the_laws_cannot_divide_is_refused():
-    done = run_benchmark("--tokens-per-device", "100")
+def test_a_length_that_the_laws_cannot_divide_is_refused(run_benchmark):
+    done = run_benchmark("balance.py", "--tokens-per-device", "100")
     assert done.returncode == 2
     assert "multiple of 16" in done.stderr

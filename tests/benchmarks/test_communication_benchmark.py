@@ -1,34 +1,19 @@
 """The benchmark of what attention sends, on short rows."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "communication.py"
+import pytest
+
 ROW_KEYS = {
     "model", "layer", "strategy", "direction", "formula_bytes", "hlo_bytes", "equal", "sent_bytes",
     "sent_bytes_bfloat16", "held_key_bytes", "temp_bytes",
 }  # fmt: skip
 
 
-def run_benchmark(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_formulas_equal_the_programs_and_a_refusal_is_reported():
+def test_formulas_equal_the_programs_and_a_refusal_is_reported(run_benchmark):
     done = run_benchmark(
-        "--models", "llama-3.1-8b", "--strategies", "ring", "all_gather", "halo",
-        "--seq-len", "1024", "--json",
+        "communication.py", "--models", "llama-3.1-8b",
+        "--strategies", "ring", "all_gather", "halo", "--seq-len", "1024", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -56,8 +41,8 @@ def test_formulas_equal_the_programs_and_a_refusal_is_reported():
     assert "all_gather" in done.stderr
 
 
+@pytest.mark.usefixtures("importable")
 def test_a_formula_that_differs_fails_the_run(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
     import communication
 
     monkeypatch.setattr(communication, "expected_collectives", lambda *_: {})
@@ -68,7 +53,7 @@ def test_a_formula_that_differs_fails_the_run(monkeypatch, capsys):
     assert any("but formula 0 of 0 B" in line for line in lines)
 
 
-def test_a_length_that_zigzag_cannot_cut_is_refused():
-    done = run_benchmark("--seq-len", "100")
+def test_a_length_that_zigzag_cannot_cut_is_refused(run_benchmark):
+    done = run_benchmark("communication.py", "--seq-len", "100")
     assert done.returncode == 2
     assert "multiple of 2 * cp" in done.stderr

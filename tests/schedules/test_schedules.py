@@ -53,10 +53,11 @@ def test_steps_bring_every_shard_every_key_once(strategy):
         sources = [source for step in steps for source in step.sources[shard]]
         assert sorted(sources) == list(range(split.sequence))
     for step, following in itertools.pairwise(steps):
-        assert step.sends_to is not None
-        for sender, receiver in enumerate(step.sends_to):
-            assert following.sources[receiver] == step.sources[sender]
-    assert steps[-1].sends_to is None
+        came = {move.receiver: move for move in step.moves}
+        for receiver, sources in enumerate(following.sources):
+            move = came[receiver]
+            assert sources == (move.keys,) == step.sources[move.sender]
+    assert all(move.steps_under == 0 for move in steps[-1].moves)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (32, 8), (16, 1)])

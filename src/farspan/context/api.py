@@ -25,6 +25,7 @@ from farspan.context.parallel import ContextParallel
 from farspan.context.placement import Placement
 from farspan.errors import unknown_choice
 from farspan.kernels import Kernel, get_kernel
+from farspan.layouts import Balanced
 from farspan.masks import Mask
 
 AnyArray = jax.Array | np.ndarray
@@ -112,7 +113,8 @@ def attention(
         for each layer and step.
       context: How the sequence is split; None: one device, in the order of the text.
       placement: From `farspan.place_rows`: needed by the layout `balanced`; with any layout, a ring
-        then makes only the hops that the batch needs.
+        then makes only the hops that the batch needs (all of them with explicit `positions`, for
+        which hops are not known).
       kernel: `auto`, `xla`, `reference`, or a kernel object.
 
     Returns:
@@ -259,8 +261,9 @@ def _with_placement(
 ) -> Data:
     """Adds what the placement of the batch says."""
     if placement is None:
-        if context is not None and context.layout == "balanced" and data.index is None:
-            context.layout_object.token_index(0, 1, 1, 0)  # raises: the order is missing
+        layout = None if context is None else context.layout_object
+        if isinstance(layout, Balanced) and data.index is None:
+            raise layout.no_order()
         return data
     if context is None:
         raise ValueError(

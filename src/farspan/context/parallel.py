@@ -155,14 +155,8 @@ class ContextParallel:
     @property
     def split(self) -> str:
         """The strategy and its sizes in words, such as `usp = ring 4 x ulysses 2`."""
-        degrees = self.degrees
-        inner = degrees.sequence // degrees.outer
-        ring = f"{degrees.outer} x {inner}" if degrees.outer > 1 else f"{degrees.sequence}"
-        if self.strategy == "usp" or (self.strategy == "halo" and degrees.heads > 1):
-            first = "halo" if self.strategy == "halo" else "ring"
-            return f"{self.strategy} = {first} {ring} x ulysses {degrees.heads}"
         groups = f" in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
-        return f"{self.strategy} {ring if self.strategy == 'ring' else degrees.total}{groups}"
+        return schedules.split_in_words(self.strategy, self.degrees) + groups
 
     @property
     def tensor(self) -> int:

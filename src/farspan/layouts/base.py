@@ -149,7 +149,12 @@ class Balanced(Layout):
     def token_index(self, shard: Any, seq_len: int, num_shards: int, slots: Any) -> Any:
         """Raises ValueError: there is no order without a batch."""
         del shard, seq_len, num_shards, slots
-        raise ValueError(
+        raise self.no_order()
+
+    @staticmethod
+    def no_order() -> ValueError:
+        """The error of a call without the order of its rows."""
+        return ValueError(
             "layout balanced: the order of a row is solved for each batch, got none; make it with "
             "placement = farspan.place_rows(context, mask, segment_ids) and pass it on as "
             "placement=, or use layout zigzag"

@@ -14,6 +14,7 @@ from farspan.schedules.rules import (
     degrees,
     kv_replicas,
     sequence_multiple,
+    split_in_words,
     window_strategy,
 )
 from farspan.schedules.traffic import (
@@ -77,6 +78,7 @@ __all__ = [
     "row_order",
     "sent_bytes",
     "sequence_multiple",
+    "split_in_words",
     "steps",
     "ulysses_break_even_degree",
     "window_strategy",

@@ -70,6 +70,16 @@ def degrees(strategy: str, cp_ring: int, cp_ulysses: int, cp_ring_outer: int = 1
     return Degrees(sequence * cp_ulysses, 1, outer)
 
 
+def split_in_words(strategy: str, degrees: Degrees) -> str:
+    """A strategy and its sizes, such as `usp = ring 4 x ulysses 2`."""
+    inner = degrees.sequence // degrees.outer
+    ring = f"{degrees.outer} x {inner}" if degrees.outer > 1 else f"{degrees.sequence}"
+    if strategy == "usp" or (strategy == "halo" and degrees.heads > 1):
+        first = "halo" if strategy == "halo" else "ring"
+        return f"{strategy} = {first} {ring} x ulysses {degrees.heads}"
+    return f"{strategy} {ring if strategy == 'ring' else degrees.total}"
+
+
 def window_strategy(strategy: str, layout: Layout) -> str:
     """The strategy for a model's windowed layers, whose other layers use `strategy`.
 

@@ -50,16 +50,6 @@ class Step:
     sources: tuple[tuple[int, ...], ...]
     moves: tuple[Move, ...] = ()
 
-    @property
-    def sends_to(self) -> tuple[int, ...] | None:
-        """The shard that computes next with the keys of each; None where none are passed on."""
-        onward = {
-            move.sender: move.receiver
-            for move in self.moves
-            if move.steps_under == 1 and self.sources[move.sender] == (move.keys,)
-        }
-        return tuple(onward[r] for r in range(len(self.sources))) if onward else None
-
 
 def steps(
     strategy: str,

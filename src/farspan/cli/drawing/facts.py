@@ -88,14 +88,8 @@ class Split(NamedTuple):
     degrees: schedules.Degrees
 
     def describe(self) -> str:
-        """The split in a few words, such as `usp, ring 4 x ulysses 2`."""
-        degrees = self.degrees
-        inner = degrees.sequence // degrees.outer
-        ring = f"{degrees.outer} x {inner}" if degrees.outer > 1 else f"{degrees.sequence}"
-        if self.strategy in ("usp", "halo") and degrees.heads > 1:
-            first = "ring" if self.strategy == "usp" else "halo"
-            return f"{self.strategy} of {first} {ring} x ulysses {degrees.heads}"
-        return f"{self.strategy} {ring if degrees.sequence > 1 else degrees.total}"
+        """The split in words."""
+        return schedules.split_in_words(self.strategy, self.degrees)
 
     def devices(self, shard: int) -> str:
         """The devices of a sequence shard."""
