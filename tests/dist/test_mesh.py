@@ -11,7 +11,7 @@ from farspan.dist.sharding import parameter_spec
 def test_axes_come_outermost_first():
     mesh = farspan.make_mesh(data=2, cp_ring=2, cp_ulysses=2)
     assert mesh.axis_names == AXES
-    assert mesh.devices.shape == (2, 1, 1, 2, 2, 1)
+    assert mesh.devices.shape == (2, 1, 1, 1, 2, 2, 1)
     assert [d.id for d in mesh.devices.flat] == list(range(8))
 
 
