@@ -4,9 +4,12 @@ from farspan.errors import unknown_choice
 from farspan.kernels.base import Kernel, Scores
 from farspan.kernels.dropout import Dropout
 from farspan.kernels.reference import ReferenceKernel
+from farspan.kernels.splash import SplashKernel
 from farspan.kernels.xla import XlaKernel
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (ReferenceKernel(), XlaKernel())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (ReferenceKernel(), XlaKernel(), SplashKernel())
+}
 
 
 def get_kernel(kernel: str | Kernel) -> Kernel:

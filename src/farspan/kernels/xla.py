@@ -196,10 +196,10 @@ class _Grid:
         query_block = min(max(8, kernel.rows * kv_heads // heads), query_len)
         key_block = min(kernel.key_block, key_len)
         if query_len % query_block or key_len % key_block:  # the last block needs padding
-            query_tokens = _with_segments(query_tokens, batch)
-            key_tokens = _with_segments(key_tokens, batch)
-        query_tokens = _pad_tokens(query_tokens, query_block)
-        key_tokens = _pad_tokens(key_tokens, key_block)
+            query_tokens = query_tokens.with_segments(batch)
+            key_tokens = key_tokens.with_segments(batch)
+        query_tokens = query_tokens.padded(query_block)
+        key_tokens = key_tokens.padded(key_block)
         exact = query.dtype.itemsize >= 4
         return _Grid(
             batch, kv_heads, heads // kv_heads, query_len, key_len, query_block, key_block,
@@ -340,18 +340,6 @@ def _pad(x: Array, multiple: int, axis: int) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
-
-
-def _pad_tokens(tokens: Tokens, multiple: int) -> Tokens:
-    """Pads to whole blocks; the added slots are padding (segment id 0)."""
-    return jax.tree.map(lambda x: _pad(x, multiple, 1), tokens)
-
-
-def _with_segments(tokens: Tokens, batch: int) -> Tokens:
-    """Gives tokens without segments one document per row."""
-    if tokens.segment is not None:
-        return tokens
-    return Tokens(tokens.index, jnp.ones((batch, tokens.length), jnp.int32))
 
 
 def _entry(x: Array, batch: Array) -> Array:

@@ -41,6 +41,25 @@ class Tokens:
         """Number of token slots, `S`."""
         return self.index.shape[-1]
 
+    def with_segments(self, batch: int) -> Tokens:
+        """The same tokens with segments: without them, each of `batch` rows is one document."""
+        if self.segment is not None:
+            return self
+        segment = jnp.ones((batch, self.length), jnp.int32)
+        return dataclasses.replace(self, segment=segment)
+
+    def padded(self, multiple: int) -> Tokens:
+        """The same tokens and after them padding to whole blocks; needs segments to pad."""
+        missing = -self.length % multiple
+        if not missing:
+            return self
+        assert self.segment is not None, "only a segment id tells padding"
+
+        def pad(x: Any) -> Any:
+            return jnp.pad(x, [(0, missing) if axis == 1 else (0, 0) for axis in range(x.ndim)])
+
+        return jax.tree.map(pad, self)
+
 
 class RangeExtents(NamedTuple):
     """Least and greatest bounds of one range over each block of queries; None: unbounded."""

@@ -112,7 +112,7 @@ CHOICES: dict[str, dict[str, Value]] = {
         "rings 2 x 2 x ulysses 2": _mesh(2, 2, 2),
     },
     "dtype": {name: Value({"dtype": name}) for name in ("float32", "bfloat16")},
-    "kernel": {"xla": Value(), "reference": Value()},
+    "kernel": {"xla": Value(), "reference": Value(), "splash": Value()},
 }
 USUAL = {
     "mask": "causal", "layout": "zigzag", "heads": "GQA", "documents": "packed, with padding",
