@@ -193,8 +193,8 @@ def visited(tokens, keys, scores, splits=1, stays="query", block=128):
     from farspan.kernels.splash import _Grid
 
     grid = _Grid.make(
-        1, tokens, keys, scores, query_block=block, key_block=block, splits=splits, exact=True,
-        interpret=True,
+        1, tokens, keys, scores, query_block=block, key_block=block, chunk=128, splits=splits,
+        exact=True, interpret=True,
     )  # fmt: skip
     lists = np.asarray(jax.jit(functools.partial(grid.lists, stays))())[0, :, :, 0]
     return [[[divmod(int(x), 2) for x in row[1 : 1 + row[0]]] for row in split] for split in lists]

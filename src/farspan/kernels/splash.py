@@ -9,8 +9,10 @@ kernel walks each list and fetches its blocks itself, two at a time.
     backward  a block of keys stays; queries and dout pass, dq is added to where it lies   dk, dv
 
 Scores are held transposed, `[keys, queries]`: the softmax then reduces over sublanes, maximum and
-sum are one row of lanes, and so is all that belongs to a query (lse, delta, bounds of its keys).
-Backward computes every score once.
+sum are rows of lanes, and so is all that belongs to a query (lse, delta, bounds of its keys).
+Forward makes the scores of a step beside the weights of the step before. Backward computes every
+score once. Outputs and gradients are accumulated transposed, `[D, S]`, too: heads narrower than a
+vector's 128 lanes waste none.
 
 On chips whose two cores share one program (v4, v5p) a grid axis marked parallel is halved between
 them: heads and query blocks in forward; in backward kv heads of all rows, or, where their number is
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -86,7 +89,7 @@ class SplashKernel:
             grid.key_info(),
             grid.scalars(),
             scores.alibi_slopes,
-            grid.by_head(query, grid.spec.query_block),
+            grid.by_head(query, grid.spec.query_block).mT,
             grid.by_head(key, grid.spec.key_block),
             grid.by_head(value, grid.spec.key_block).mT,
         )
@@ -118,16 +121,14 @@ class SplashKernel:
             grid.key_info(),
             grid.scalars(),
             scores.alibi_slopes,
-            grid.by_head(query, spec.query_block),
+            grid.by_head(query, spec.query_block).mT,
             grid.by_head(key, spec.key_block),
             grid.by_head(value, spec.key_block),
-            grid.by_head(dout.astype(query.dtype), spec.query_block),
+            grid.by_head(dout.astype(query.dtype), spec.query_block).mT,
             stats,
         )
         dquery = dquery[..., : query.shape[1]].transpose(0, 3, 1, 2) * scores.scale
-        dkey, dvalue = (
-            x.sum(0)[:, :, : key.shape[1]].transpose(0, 2, 1, 3) for x in (dkey, dvalue)
-        )
+        dkey, dvalue = (x.sum(0)[..., : key.shape[1]].transpose(0, 3, 1, 2) for x in (dkey, dvalue))
         return dquery, dkey * scores.scale, dvalue
 
     def _grid(
@@ -146,7 +147,7 @@ class SplashKernel:
                 'cast them, or use kernel="xla"'
             )
         chip = chip_of_program()
-        blocks = default_blocks(chip, query.shape[-1], backward=backward)
+        *blocks, chunk = default_blocks(chip, query.shape[-1], backward=backward)
         chosen = (
             (self.backward_query_block, self.backward_key_block)
             if backward
@@ -163,6 +164,7 @@ class SplashKernel:
             batch, query_tokens, key_tokens, scores,
             query_block=query_block,
             key_block=key_block,
+            chunk=math.gcd(query_block, chunk),
             splits=2 if backward and batch * kv_heads % 2 else 1,
             exact=query.dtype.itemsize >= 4,
             interpret=chip is None if self.interpret is None else self.interpret,
@@ -187,6 +189,7 @@ class _Grid:
         *,
         query_block: int,
         key_block: int,
+        chunk: int,
         splits: int,
         exact: bool,
         interpret: bool,
@@ -198,6 +201,7 @@ class _Grid:
         spec = Spec(
             query_block=query_block,
             key_block=key_block,
+            chunk=chunk,
             splits=splits,
             scale=scores.scale,
             logits_soft_cap=scores.logits_soft_cap,

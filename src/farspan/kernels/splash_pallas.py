@@ -30,7 +30,6 @@ _LANES = 128
 _VMEM_BYTES = 60 * 2**20
 _NN = (((1,), (0,)), ((), ()))
 _NT = (((1,), (1,)), ((), ()))
-_TN = (((0,), (0,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Spec:
 
     Attributes:
       query_block, key_block: Block sizes.
+      chunk: Queries whose scores are worked on at once; divides `query_block`.
       splits: Parts of the queries in backward, each with its own dk and dv.
       scale, logits_soft_cap: As in `Scores`.
       bounds: Of each range of keys, whether it has a lower and an upper bound.
@@ -51,6 +51,7 @@ class Spec:
 
     query_block: int
     key_block: int
+    chunk: int
     splits: int
     scale: float
     logits_soft_cap: float | None
@@ -61,6 +62,11 @@ class Spec:
     exact: bool
     interpret: bool
 
+    @property
+    def chunks(self) -> list[slice]:
+        """The chunks of a block of queries."""
+        return [slice(n, n + self.chunk) for n in range(0, self.query_block, self.chunk)]
+
     def dot(self, left: Array, right: Array, dims: Any) -> Array:
         """A matmul that accumulates in float32."""
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
@@ -69,7 +75,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-    """What is known of the pairs of one block: rows `[1, queries]` and columns `[keys, 128]`."""
+    """What is known of the pairs of a chunk of queries and a block of keys."""
 
     spec: Spec
     query_info: Array
@@ -79,13 +85,31 @@ class _Pairs:
     row: Any = 0
     head: Any = 0
 
+    @staticmethod
+    def make(
+        spec: Spec,
+        query_info: Array,
+        key_info: Array,
+        scalars_ref: Any,
+        slopes_ref: Any,
+        row: Any,
+        head: Any,
+        batch: int,
+    ) -> _Pairs:
+        """For the queries of one row and head of `batch` rows."""
+        slope, dropout = slopes_ref[head] if spec.alibi else None, None
+        if spec.dropout_rate:
+            dropout = Dropout(scalars_ref[0], None, None, spec.dropout_rate)
+            row, head = scalars_ref[1 + row], scalars_ref[1 + batch + head]
+        return _Pairs(spec, query_info, key_info, slope, dropout, row, head)
+
     def query_row(self, number: int) -> Array:
         return self.query_info[number : number + 1]
 
     def key_column(self, number: int) -> Array:
-        """One row of the keys' info as a column, repeated along the lanes of the queries."""
+        """One row of the keys' info as columns, `[keys, queries]`."""
         row = jnp.broadcast_to(self.key_info[number : number + 1], (_LANES, self.spec.key_block))
-        return jnp.tile(row.T, (1, self.spec.query_block // _LANES))
+        return jnp.tile(row.T, (1, self.query_info.shape[1] // _LANES))
 
     @property
     def places(self) -> tuple[Array, Array]:
@@ -140,6 +164,139 @@ class _Pairs:
         return jnp.where(kept, weight * (1 / (1 - self.dropout.rate)), 0.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """One block of queries of one head.
+
+    A step makes the scores of its keys and the weights of the step before: the matrix units do not
+    wait for an exponential.
+
+    Attributes:
+      batch, group, row, head: Rows, query heads per kv head, and which row and query head.
+      highest: Of the scores that a step leaves, the highest of every eighth key.
+      greatest, total: Of the weights so far: the exponent's shift, and sums of every eighth key.
+    """
+
+    spec: Spec
+    batch: int
+    group: int
+    row: Any
+    head: Any
+    scalars: Any
+    slopes: Any
+    list: Any
+    query_info: Any
+    query: Any
+    key_info_hbm: Any
+    key_hbm: Any
+    value_hbm: Any
+    out: Any
+    lse: Any
+    key_info: Any
+    key: Any
+    value: Any
+    scores: Any
+    highest: Any
+    greatest: Any
+    total: Any
+    key_info_sent: Any
+    key_sent: Any
+    value_sent: Any
+
+    def run(self) -> None:
+        """Walks the list and leaves output and log-sum-exp."""
+        visits = self.list[0, 0]
+        self.greatest[...] = jnp.full_like(self.greatest, MASKED)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.out[...] = jnp.zeros_like(self.out)
+
+        @pl.when(visits > 0)
+        def _() -> None:
+            _start([*self._keys(0), *self._values(0)])
+            _start_if(lambda: self._keys(1), visits > 1)
+            _wait(self._keys(0))
+            _by_kind(self.list[0, 1], self._first)
+            lax.fori_loop(1, visits, self._visit, None)
+            _wait(self._values(visits - 1))
+            for chunk in self.spec.chunks:
+                self._weigh(visits - 1, chunk)()
+
+        greatest = self.greatest[...]
+        seen = greatest > MASKED / 2
+        divisor = jnp.where(seen, self.total[...].sum(0, keepdims=True), 1.0)
+        self.out[...] = jnp.where(seen, self.out[...] / divisor, 0.0)
+        self.lse[...] = jnp.where(seen, greatest * (1 / LOG2E) + jnp.log(divisor), -jnp.inf)
+
+    def _visit(self, step: Any, _: None) -> None:
+        _start_if(lambda: self._keys(step + 1), step + 1 < self.list[0, 0])
+        _wait(self._keys(step))
+        _wait(self._values(step - 1))
+        _start(self._values(step))
+        _by_kind(self.list[0, 1 + step], functools.partial(self._next, step))
+
+    def _first(self, whole: bool) -> None:
+        for chunk in self.spec.chunks:
+            self._score(0, chunk, whole)
+
+    def _next(self, step: Any, whole: bool) -> None:
+        for chunk in self.spec.chunks:
+            add = self._weigh(step - 1, chunk)
+            self._score(step, chunk, whole)
+            add()
+
+    def _score(self, step: Any, chunk: slice, whole: bool) -> None:
+        """Leaves the scores of a step."""
+        product = self.spec.dot(self.key[lax.rem(step, 2)], self.query[:, chunk], _NN)
+        found, _ = self._pairs(step, chunk).scores(product, whole)
+        self.highest[:, chunk] = _by_eights(found).max(0)
+        self.scores[:, chunk] = found
+
+    def _weigh(self, step: Any, chunk: slice) -> Callable[[], None]:
+        """Takes the scores that a step has left; gives what adds to the output."""
+        before = self.greatest[:, chunk]
+        now = jnp.maximum(before, self.highest[:, chunk].max(0, keepdims=True))
+        fade = jnp.exp2(before - now)
+        self.greatest[:, chunk] = now
+        weight = jnp.exp2(self.scores[:, chunk] - now)
+        self.total[:, chunk] = self.total[:, chunk] * fade + _by_eights(weight).sum(0)
+        weight = self._pairs(step, chunk).kept(weight).astype(self.value.dtype)
+        out = self.spec.dot(self.value[lax.rem(step, 2)], weight, _NN)
+
+        def add() -> None:
+            self.out[:, chunk] = self.out[:, chunk] * fade + out
+
+        return add
+
+    def _pairs(self, step: Any, chunk: slice) -> _Pairs:
+        return _Pairs.make(
+            self.spec, self.query_info[:, chunk], self.key_info[lax.rem(step, 3)], self.scalars,
+            self.slopes, self.row, self.head, self.batch,
+        )  # fmt: skip
+
+    def _keys(self, step: Any) -> list[Any]:
+        """Copies of a step's keys, which arrive one step before its values."""
+        slot, info_slot = lax.rem(step, 2), lax.rem(step, 3)
+        info = self.key_info_hbm.at[_shared(self.key_info_hbm, self.row), self._block(step)]
+        keys = self.key_hbm.at[self.row, self.head // self.group, self._places(step)]
+        return [
+            pltpu.make_async_copy(
+                info, self.key_info.at[info_slot], self.key_info_sent.at[info_slot]
+            ),
+            pltpu.make_async_copy(keys, self.key.at[slot], self.key_sent.at[slot]),
+        ]
+
+    def _values(self, step: Any) -> list[Any]:
+        slot = lax.rem(step, 2)
+        values = self.value_hbm.at[self.row, self.head // self.group, :, self._places(step)]
+        return [pltpu.make_async_copy(values, self.value.at[slot], self.value_sent.at[slot])]
+
+    def _block(self, step: Any) -> Any:
+        return self.list[0, 1 + step] // 2
+
+    def _places(self, step: Any) -> Any:
+        return _run(self._block(step), self.spec.key_block)
+
+
 def forward(
     spec: Spec,
     lists: Array,
@@ -160,66 +317,25 @@ def forward(
       key_info: int32 `[B or 1, key blocks, rows, key_block]`.
       scalars: int32 seed, numbers of rows and of heads, or None.
       slopes: float32 `[H]`, or None.
-      query: `[B, H, Sq, D]`.
+      query: `[B, H, D, Sq]`.
       key: `[B, K, Sk, D]`.
       value: `[B, K, Dv, Sk]`.
 
     Returns:
       `(out, lse)`, float32 `[B, H, Dv, Sq]` and `[B, H, 1, Sq]`.
     """
-    batch, heads, query_len, dim = query.shape
+    batch, heads, dim, query_len = query.shape
     kv_heads, value_dim = value.shape[1:3]
-    rows = spec.query_block
-
-    def body(
-        scalars_ref: Any, slopes_ref: Any, list_ref: Any, query_info_ref: Any, query_ref: Any,
-        key_info_hbm: Any, key_hbm: Any, value_hbm: Any, out_ref: Any, lse_ref: Any,
-        key_info_ref: Any, key_ref: Any, value_ref: Any, greatest: Any, total: Any, semaphores: Any,
-    ) -> None:  # fmt: skip
-        row, head = pl.program_id(0), pl.program_id(1)
-        kv_head = head // (heads // kv_heads)
-        info_row = row if key_info.shape[0] > 1 else 0
-        visits = list_ref[0, 0]
-        greatest[...] = jnp.full_like(greatest, MASKED)
-        total[...] = jnp.zeros_like(total)
-        out_ref[...] = jnp.zeros_like(out_ref)
-
-        def fetch(step: Any, slot: Any) -> list[Any]:
-            block = list_ref[0, 1 + step] // 2
-            start = pl.multiple_of(block * spec.key_block, spec.key_block)
-            places = pl.ds(start, spec.key_block)
-            sources = (
-                key_info_hbm.at[info_row, block],
-                key_hbm.at[row, kv_head, places],
-                value_hbm.at[row, kv_head, :, places],
-            )
-            return _copies(sources, (key_info_ref, key_ref, value_ref), semaphores, slot)
-
-        def attend(_: Any, slot: Any, whole: bool) -> None:
-            pairs = _pairs(
-                spec, query_info_ref[...], key_info_ref[slot], scalars_ref, slopes_ref, row, head,
-                batch,
-            )  # fmt: skip
-            product = spec.dot(key_ref[slot], query_ref[...], _NT)
-            score, _ = pairs.scores(product, whole)
-            before = greatest[...]
-            now = jnp.maximum(before, score.max(0, keepdims=True))
-            weight = jnp.exp2(score - now)
-            fade = jnp.exp2(before - now)
-            greatest[...] = now
-            total[...] = total[...] * fade + weight.sum(0, keepdims=True)
-            weight = pairs.kept(weight).astype(value.dtype)
-            out_ref[...] = out_ref[...] * fade + spec.dot(value_ref[slot], weight, _NN)
-
-        _walk(visits, lambda step: list_ref[0, 1 + step] % 2 == 1, fetch, attend)
-        seen = greatest[...] > MASKED / 2
-        divisor = jnp.where(seen, total[...], 1.0)
-        out_ref[...] = jnp.where(seen, out_ref[...] / divisor, 0.0)
-        lse = greatest[...] * (1 / LOG2E) + jnp.log(divisor)
-        lse_ref[...] = jnp.where(seen, lse, -jnp.inf)
-
+    rows, columns = spec.query_block, spec.key_block
     entries = lists.shape[-1]
-    out_shapes = ((batch, heads, value_dim, query_len), (batch, heads, 1, query_len))
+
+    def body(*refs: Any) -> None:
+        place = pl.program_id(0), pl.program_id(1)
+        _Forward(spec, batch, heads // kv_heads, *place, *refs).run()
+
+    def of_queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, width, rows), lambda b, h, i: (b, h, 0, i))
+
     return pl.pallas_call(
         body,
         grid=(batch, heads, query_len // rows),
@@ -234,21 +350,20 @@ def forward(
             pl.BlockSpec(
                 (None, query_info.shape[1], rows), lambda b, _, i: (_shared(query_info, b), 0, i)
             ),
-            pl.BlockSpec((None, None, rows, dim), lambda b, h, i: (b, h, i, 0)),
+            of_queries(dim),
             *[pl.BlockSpec(memory_space=pl.ANY)] * 3,
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, value_dim, rows), lambda b, h, i: (b, h, 0, i)),
-            pl.BlockSpec((None, None, 1, rows), lambda b, h, i: (b, h, 0, i)),
+        out_specs=[of_queries(value_dim), of_queries(1)],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, width, query_len), jnp.float32)
+            for width in (value_dim, 1)
         ],
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in out_shapes],
         scratch_shapes=[
-            pltpu.VMEM((2, *key_info.shape[2:]), jnp.int32),
-            pltpu.VMEM((2, spec.key_block, dim), key.dtype),
-            pltpu.VMEM((2, value_dim, spec.key_block), value.dtype),
-            pltpu.VMEM((1, rows), jnp.float32),
-            pltpu.VMEM((1, rows), jnp.float32),
-            pltpu.SemaphoreType.DMA((3, 2)),
+            pltpu.VMEM((3, *key_info.shape[2:]), jnp.int32),
+            pltpu.VMEM((2, columns, dim), key.dtype),
+            pltpu.VMEM((2, value_dim, columns), value.dtype),
+            *(pltpu.VMEM((height, rows), jnp.float32) for height in (columns, 8, 1, 8)),
+            *(pltpu.SemaphoreType.DMA((slots,)) for slots in (3, 2, 2)),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel"),
@@ -257,6 +372,106 @@ def forward(
         interpret=spec.interpret,
         name="farspan_attention_forward",
     )(scalars, slopes, lists, query_info, query, key_info, key, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """One block of keys of one kv head; its query heads pass one after the other.
+
+    Attributes:
+      batch, group, row, kv_head: Rows, query heads per kv head, and which row and kv head.
+      dquery, result: dq of the queries at hand as it was, and with this block's share.
+    """
+
+    spec: Spec
+    batch: int
+    group: int
+    row: Any
+    kv_head: Any
+    scalars: Any
+    slopes: Any
+    list: Any
+    key_info: Any
+    key: Any
+    turned_key: Any
+    value: Any
+    query_info_hbm: Any
+    query_hbm: Any
+    dout_hbm: Any
+    stats_hbm: Any
+    _: Any
+    dquery_hbm: Any
+    dkey: Any
+    dvalue: Any
+    query_info: Any
+    query: Any
+    dout: Any
+    stats: Any
+    dquery: Any
+    result: Any
+    received: Any
+    sent: Any
+
+    def run(self) -> None:
+        """Walks the list once per query head and leaves dk and dv."""
+        visits = self.list[0, 0] * self.group
+        self.dkey[...] = jnp.zeros_like(self.dkey)
+        self.dvalue[...] = jnp.zeros_like(self.dvalue)
+        _start_if(lambda: self._arriving(0), visits > 0)
+        lax.fori_loop(0, visits, functools.partial(self._visit, visits), None)
+        for late in (2, 1):  # the next block of keys adds to the same dq
+            _wait_if(functools.partial(self._leaving, visits - late), visits >= late)
+
+    def _visit(self, visits: Any, step: Any, _: None) -> None:
+        _start_if(lambda: self._arriving(step + 1), step + 1 < visits)
+        _wait(self._arriving(step))
+        _wait_if(lambda: self._leaving(step - 2), step >= 2)
+        _by_kind(self._place(step)[1], functools.partial(self._attend, step))
+        _start(self._leaving(step))
+
+    def _attend(self, step: Any, whole: bool) -> None:
+        spec, slot = self.spec, lax.rem(step, 2)
+        for chunk in spec.chunks:
+            pairs = _Pairs.make(
+                spec, self.query_info[slot, :, chunk], self.key_info[...], self.scalars,
+                self.slopes, self.row, self._place(step)[0], self.batch,
+            )  # fmt: skip
+            query, dout = self.query[slot, :, chunk], self.dout[slot, :, chunk]
+            score, slope = pairs.scores(spec.dot(self.key[...], query, _NN), whole)
+            weight = jnp.exp2(score - self.stats[slot, 0:1, chunk])
+            dweight = pairs.kept(spec.dot(self.value[...], dout, _NN))
+            dscore = weight * (dweight - self.stats[slot, 1:2, chunk]) * slope
+            weight, dscore = pairs.kept(weight).astype(query.dtype), dscore.astype(query.dtype)
+            self.dvalue[...] += spec.dot(dout, weight, _NT)
+            self.dkey[...] += spec.dot(query, dscore, _NT)
+            dquery = spec.dot(self.turned_key[...], dscore, _NN)
+            self.result[slot, :, chunk] = self.dquery[slot, :, chunk] + dquery
+
+    def _place(self, step: Any) -> tuple[Any, Any, Any]:
+        """Head, entry of the list, and queries of a step."""
+        per_head = self.list[0, 0]
+        entry = self.list[0, 1 + lax.rem(step, per_head)]
+        head = self.kv_head * self.group + step // per_head
+        return head, entry, _run(entry // 2, self.spec.query_block)
+
+    def _arriving(self, step: Any) -> list[Any]:
+        head, _, places = self._place(step)
+        info_row, slot = _shared(self.query_info_hbm, self.row), lax.rem(step, 2)
+        by_head = (self.query_hbm, self.dout_hbm, self.stats_hbm, self.dquery_hbm)
+        sources = (
+            self.query_info_hbm.at[info_row, :, places],
+            *(array.at[self.row, head, :, places] for array in by_head),
+        )
+        targets = (self.query_info, self.query, self.dout, self.stats, self.dquery)
+        return [
+            pltpu.make_async_copy(source, target.at[slot], self.received.at[number, slot])
+            for number, (source, target) in enumerate(zip(sources, targets, strict=True))
+        ]
+
+    def _leaving(self, step: Any) -> list[Any]:
+        head, _, places = self._place(step)
+        target, slot = self.dquery_hbm.at[self.row, head, :, places], lax.rem(step, 2)
+        return [pltpu.make_async_copy(self.result.at[slot], target, self.sent.at[slot])]
 
 
 def backward(
@@ -281,103 +496,38 @@ def backward(
       key_info: As in `forward`.
       scalars: As in `forward`.
       slopes: As in `forward`.
-      query: `[B, H, Sq, D]`.
+      query: `[B, H, D, Sq]`.
       key: `[B, K, Sk, D]`.
       value: `[B, K, Sk, Dv]`.
-      dout: `[B, H, Sq, Dv]`.
+      dout: `[B, H, Dv, Sq]`.
       stats: float32 `[B, H, 2, Sq]`: lse in units of log 2, and delta.
 
     Returns:
-      `(dq, dk, dv)`, float32 `[B, H, D, Sq]` and `[splits, B, K, Sk, D]`, `[..., Dv]`; dq and dk
-      without the factor `scale`.
+      `(dq, dk, dv)`, float32 `[B, H, D, Sq]`, `[splits, B, K, D, Sk]` and `[splits, B, K, Dv, Sk]`;
+      dq and dk without the factor `scale`.
     """
-    batch, heads, query_len, dim = query.shape
+    batch, heads, dim, query_len = query.shape
     kv_heads, key_len, value_dim = value.shape[1:]
-    group = heads // kv_heads
-    columns = spec.key_block
-    splits = spec.splits
-
-    def body(
-        scalars_ref: Any, slopes_ref: Any, list_ref: Any, key_info_ref: Any, key_ref: Any,
-        value_ref: Any, query_info_hbm: Any, query_hbm: Any, dout_hbm: Any, stats_hbm: Any,
-        _: Any, dquery_hbm: Any, dkey_ref: Any, dvalue_ref: Any,
-        query_info_ref: Any, query_ref: Any, dout_ref: Any, stats_ref: Any, dquery_ref: Any,
-        result_ref: Any, semaphores: Any, sent: Any,
-    ) -> None:  # fmt: skip
-        row, kv_head = pl.program_id(1), pl.program_id(2)
-        info_row = row if query_info.shape[0] > 1 else 0
-        per_head = list_ref[0, 0]
-        dkey_ref[...] = jnp.zeros_like(dkey_ref)
-        dvalue_ref[...] = jnp.zeros_like(dvalue_ref)
-
-        def place(step: Any) -> tuple[Any, Any, Any]:
-            """Head, query block and the rows of a step; heads pass one after the other."""
-            head = kv_head * group + step // per_head
-            entry = list_ref[0, 1 + lax.rem(step, per_head)]
-            start = pl.multiple_of(entry // 2 * spec.query_block, spec.query_block)
-            return head, entry, pl.ds(start, spec.query_block)
-
-        def fetch(step: Any, slot: Any) -> list[Any]:
-            head, _, places = place(step)
-            sources = (
-                query_info_hbm.at[info_row, :, places],
-                query_hbm.at[row, head, places],
-                dout_hbm.at[row, head, places],
-                stats_hbm.at[row, head, :, places],
-                dquery_hbm.at[row, head, :, places],
-            )
-            targets = (query_info_ref, query_ref, dout_ref, stats_ref, dquery_ref)
-            return _copies(sources, targets, semaphores, slot)
-
-        def send(step: Any, slot: Any) -> Any:
-            head, _, places = place(step)
-            target = dquery_hbm.at[row, head, :, places]
-            return pltpu.make_async_copy(result_ref.at[slot], target, sent.at[slot])
-
-        def attend(step: Any, slot: Any, whole: bool) -> None:
-            head, _, _ = place(step)
-            pairs = _pairs(
-                spec, query_info_ref[slot], key_info_ref[...], scalars_ref, slopes_ref, row, head,
-                batch,
-            )  # fmt: skip
-            queries, douts = query_ref[slot], dout_ref[slot]
-            score, slope = pairs.scores(spec.dot(key_ref[...], queries, _NT), whole)
-            weight = jnp.exp2(score - stats_ref[slot, 0:1])
-            dweight = pairs.kept(spec.dot(value_ref[...], douts, _NT))
-            dscore = weight * (dweight - stats_ref[slot, 1:2]) * slope
-            weight = pairs.kept(weight).astype(query.dtype)
-            dscore = dscore.astype(query.dtype)
-            dvalue_ref[...] += spec.dot(weight, douts, _NN)
-            dkey_ref[...] += spec.dot(dscore, queries, _NN)
-            result_ref[slot] = dquery_ref[slot] + spec.dot(key_ref[...], dscore, _TN)
-
-        def visit(step: Any, slot: Any, whole: bool) -> None:
-            @pl.when(step >= 2)
-            def _() -> None:
-                send(step - 2, slot).wait()
-
-            attend(step, slot, whole)
-            send(step, slot).start()
-
-        visits = per_head * group
-        _walk(visits, lambda step: place(step)[1] % 2 == 1, fetch, visit)
-        for late in (2, 1):
-
-            @pl.when(visits >= late)
-            def _(late: int = late) -> None:
-                send(visits - late, lax.rem(visits - late, 2)).wait()
-
-    entries = lists.shape[-1]
-    per_split = (
-        pl.BlockSpec((None, None, None, columns, dim), lambda s, b, k, j: (s, b, k, j, 0)),
-        pl.BlockSpec((None, None, None, columns, value_dim), lambda s, b, k, j: (s, b, k, j, 0)),
-    )
+    columns, rows, entries = spec.key_block, spec.query_block, lists.shape[-1]
     dquery = jnp.zeros((batch, heads, dim, query_len), jnp.float32)
-    sums = (splits, batch, kv_heads, key_len)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    arguments = (
+        scalars, slopes, lists, key_info, key, key.mT, value, query_info, query, dout, stats, dquery
+    )  # fmt: skip
+
+    def body(*refs: Any) -> None:
+        place = pl.program_id(1), pl.program_id(2)
+        _Backward(spec, batch, heads // kv_heads, *place, *refs).run()
+
+    def of_keys(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, columns, width), lambda _, b, k, j: (b, k, j, 0))
+
+    def sums(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, width, columns), lambda s, b, k, j: (s, b, k, 0, j))
+
     return pl.pallas_call(
         body,
-        grid=(splits, batch, kv_heads, key_len // columns),
+        grid=(spec.splits, batch, kv_heads, key_len // columns),
         in_specs=[
             _whole_in_smem(scalars),
             _whole_in_smem(slopes),
@@ -390,24 +540,25 @@ def backward(
                 (None, None, *key_info.shape[2:]),
                 lambda _, b, __, j: (_shared(key_info, b), j, 0, 0),
             ),
-            pl.BlockSpec((None, None, columns, dim), lambda _, b, k, j: (b, k, j, 0)),
-            pl.BlockSpec((None, None, columns, value_dim), lambda _, b, k, j: (b, k, j, 0)),
+            of_keys(dim),
+            pl.BlockSpec((None, None, dim, columns), lambda _, b, k, j: (b, k, 0, j)),
+            of_keys(value_dim),
             *[in_hbm] * 5,
         ],
-        out_specs=[in_hbm, *per_split],
+        out_specs=[in_hbm, sums(dim), sums(value_dim)],
         out_shape=[
             jax.ShapeDtypeStruct(dquery.shape, jnp.float32),
-            jax.ShapeDtypeStruct((*sums, dim), jnp.float32),
-            jax.ShapeDtypeStruct((*sums, value_dim), jnp.float32),
+            *(
+                jax.ShapeDtypeStruct((spec.splits, batch, kv_heads, width, key_len), jnp.float32)
+                for width in (dim, value_dim)
+            ),
         ],
-        input_output_aliases={8 + (scalars is not None) + (slopes is not None): 0},
+        input_output_aliases={sum(x is not None for x in arguments) - 1: 0},
         scratch_shapes=[
-            pltpu.VMEM((2, query_info.shape[1], spec.query_block), jnp.int32),
-            pltpu.VMEM((2, spec.query_block, dim), query.dtype),
-            pltpu.VMEM((2, spec.query_block, value_dim), dout.dtype),
-            pltpu.VMEM((2, 2, spec.query_block), jnp.float32),
-            pltpu.VMEM((2, dim, spec.query_block), jnp.float32),
-            pltpu.VMEM((2, dim, spec.query_block), jnp.float32),
+            pltpu.VMEM((2, query_info.shape[1], rows), jnp.int32),
+            pltpu.VMEM((2, dim, rows), query.dtype),
+            pltpu.VMEM((2, value_dim, rows), dout.dtype),
+            *(pltpu.VMEM((2, height, rows), jnp.float32) for height in (2, dim, dim)),
             pltpu.SemaphoreType.DMA((5, 2)),
             pltpu.SemaphoreType.DMA((2,)),
         ],
@@ -417,63 +568,42 @@ def backward(
         ),
         interpret=spec.interpret,
         name="farspan_attention_backward",
-    )(
-        scalars, slopes, lists, key_info, key, value, query_info, query, dout, stats, dquery
-    )  # fmt: skip
+    )(*arguments)
 
 
-def _walk(
-    visits: Any,
-    is_whole: Callable[[Any], Any],
-    fetch: Callable[[Any, Any], list[Any]],
-    visit: Callable[..., None],
-) -> None:
-    """Visits the blocks of a list, fetching the next one meanwhile."""
-
-    @pl.when(visits > 0)
-    def _() -> None:
-        for copy in fetch(0, 0):
-            copy.start()
-
-    def step(step: Any, _: None) -> None:
-        slot = lax.rem(step, 2)
-
-        @pl.when(step + 1 < visits)
-        def _() -> None:
-            for copy in fetch(step + 1, 1 - slot):
-                copy.start()
-
-        for copy in fetch(step, slot):
-            copy.wait()
-        whole = is_whole(step)
-        pl.when(whole)(functools.partial(visit, step, slot, True))
-        pl.when(jnp.logical_not(whole))(functools.partial(visit, step, slot, False))
-
-    lax.fori_loop(0, visits, step, None)
+def _run(block: Any, length: int) -> Any:
+    """The places of a block."""
+    return pl.ds(pl.multiple_of(block * length, length), length)
 
 
-def _copies(sources: Any, targets: Any, semaphores: Any, slot: Any) -> list[Any]:
-    return [
-        pltpu.make_async_copy(source, target.at[slot], semaphores.at[number, slot])
-        for number, (source, target) in enumerate(zip(sources, targets, strict=True))
-    ]
+def _start(copies: list[Any]) -> None:
+    for copy in copies:
+        copy.start()
 
 
-def _pairs(
-    spec: Spec,
-    query_info: Array,
-    key_info: Array,
-    scalars_ref: Any,
-    slopes_ref: Any,
-    row: Any,
-    head: Any,
-    batch: int,
-) -> _Pairs:
-    slope, dropout = slopes_ref[head] if spec.alibi else None, None
-    if spec.dropout_rate:
-        dropout = Dropout(scalars_ref[0], None, None, spec.dropout_rate)
-        row, head = scalars_ref[1 + row], scalars_ref[1 + batch + head]
-    return _Pairs(spec, query_info, key_info, slope, dropout, row, head)
+def _wait(copies: list[Any]) -> None:
+    for copy in copies:
+        copy.wait()
+
+
+def _start_if(copies: Callable[[], list[Any]], condition: Any) -> None:
+    pl.when(condition)(lambda: _start(copies()))
+
+
+def _wait_if(copies: Callable[[], list[Any]], condition: Any) -> None:
+    pl.when(condition)(lambda: _wait(copies()))
+
+
+def _by_kind(entry: Any, run: Callable[[bool], None]) -> None:
+    """Runs the form for a whole block, or that for one in which some pairs are masked."""
+    whole = entry % 2 == 1
+    pl.when(whole)(lambda: run(True))
+    pl.when(jnp.logical_not(whole))(lambda: run(False))
+
+
+def _by_eights(x: Array) -> Array:
+    """`[keys, queries]` to `[keys / 8, 8, queries]`: to reduce the first axis moves no lane."""
+    return x.reshape(-1, 8, x.shape[1])
 
 
 def _shared(x: Array, row: Any) -> Any:

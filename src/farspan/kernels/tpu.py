@@ -20,7 +20,7 @@ def chip_of_program() -> str | None:
     return device.device_kind if "TPU" in device.device_kind else None
 
 
-def default_blocks(chip: str | None, head_dim: int, *, backward: bool) -> tuple[int, int]:
-    """Queries and keys per block."""
-    del chip, head_dim
-    return (512, 512) if backward else (1024, 512)
+def default_blocks(chip: str | None, head_dim: int, *, backward: bool) -> tuple[int, int, int]:
+    """Queries and keys per block, and queries per chunk."""
+    del chip, head_dim, backward
+    return 1024, 1024, 512
