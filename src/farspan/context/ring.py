@@ -2,8 +2,10 @@
 
     forward   at distance d, device r computes with the keys of device r - d and passes them on;
               partial outputs are merged in float32 through their log-sum-exp
-    backward  visitors start at their greatest distance and walk home, and their gradients with
-              them, in float32: each device on the way adds its share
+    backward  visitors start at their greatest distance and walk home, where they are met last;
+              their gradients, in float32, follow one step behind: each device adds its share
+
+Everything but backward's first jump travels while a step computes.
 
 In backward the visitors are keys and values with (dk, dv), or queries with (dout, lse, delta) and
 dq, whichever is fewer bytes. Around a whole ring of P devices, greatest distance is one step
@@ -22,6 +24,7 @@ Source: Ring Attention, arXiv:2310.01889; DoubleRing in LoongTrain, arXiv:2406.1
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,24 +74,25 @@ class Ring:
         start = nothing_seen(call, queries, keys) if partial is None else partial
         before, after = self._hops()
 
-        def step(keys: Keys, partial: Partial) -> Partial:
-            return self.inner.forward(call, queries, keys, partial)
+        def attend(visiting: Keys, arriving: Keys, partial: Partial) -> Partial:
+            visiting = self._not_before(call, visiting, arriving)
+            return self.inner.forward(call, queries, visiting, partial)
 
         def onward(_: Array, carry: tuple[Keys, Partial]) -> tuple[Keys, Partial]:
             visiting, found = carry
             arriving = self._shift(visiting, 1)
-            return arriving, step(self._not_before(call, visiting, arriving), found)
+            return arriving, attend(visiting, arriving, found)
 
-        def backward(_: Array, carry: tuple[Keys, Partial]) -> tuple[Keys, Partial]:
-            visiting, found = carry
-            visiting = self._shift(visiting, -1)
-            return visiting, step(visiting, found)
+        def backward(_: Array, carry: tuple[Keys, Keys, Partial]) -> tuple[Keys, Keys, Partial]:
+            visiting, last, found = carry
+            arriving = self._shift(last, -1)
+            return arriving, arriving, attend(visiting, arriving, found)
 
         visiting, found = lax.fori_loop(0, before, onward, (keys, start))
-        found = step(visiting, found)
-        if _is_zero(after):
-            return found
-        return lax.fori_loop(0, after, backward, (keys, found))[1]
+        if not _is_zero(after):  # the others start from home again, under the last step's work
+            home = call.after(keys, visiting)
+            visiting, _, found = lax.fori_loop(0, after, backward, (visiting, home, found))
+        return self.inner.forward(call, queries, visiting, found)
 
     def backward(
         self, call: Call, queries: Queries, keys: Keys, sums: Gradients | None
@@ -96,10 +100,7 @@ class Ring:
         """See `Strategy.backward`."""
         if sums is None:
             sums = no_gradients(call, queries, keys)
-        sums = self.inner.backward(call, queries, keys, sums)
         before, after = self._hops()
-        if _is_zero(before) and _is_zero(after):
-            return sums
 
         def meet_keys(visitor: Keys, gradients: Any, host: Any) -> tuple[Any, Any]:
             dquery, dweights = host
@@ -114,55 +115,103 @@ class Ring:
             return found.query, (found.keys, found.weights)
 
         if _visitor(queries, keys) == "keys":
+            tours = ((-1, after), (1, before))
             home, host = sums.keys, (sums.query, sums.weights)
-            for direction, hops in ((1, before), (-1, after)):
-                dkeys, host = self._tour(call, keys, home, host, direction, hops, meet_keys)
-                home = jax.tree.map(jnp.add, home, dkeys)
+            home, host = self._tours(call, keys, home, host, tours, meet_keys)
             return Gradients(host[0], home, host[1])
+        tours = ((-1, before), (1, after))
         home, host = sums.query, (sums.keys, sums.weights)
-        for direction, hops in ((1, after), (-1, before)):
-            dquery, host = self._tour(call, queries, home, host, direction, hops, meet_queries)
-            home = home + dquery
+        home, host = self._tours(call, queries, home, host, tours, meet_queries)
         return Gradients(home, *host)
 
-    def _tour(
-        self, call: Call, visitor: Any, like: Any, host: Any, direction: int, hops: Any, meet: Meet
+    def _tours(
+        self,
+        call: Call,
+        own: Any,
+        home: Any,
+        host: Any,
+        tours: tuple[tuple[int, Any], ...],
+        meet: Meet,
     ) -> tuple[Any, Any]:
-        """Visitors jump `hops` away and walk home.
+        """Visitors jump away to either side and walk home; the last meeting is at home.
 
         Args:
           call: The call.
-          visitor: What travels.
-          like: Arrays of the shapes of its gradients.
+          own: What travels, as it is at home.
+          home: Sums of its gradients so far.
           host: Sums of those who are visited.
-          direction: 1: device r is visited from r - 1, r - 2, ...; -1: from r + 1, r + 2, ...
-          hops: Greatest distance.
+          tours: Direction and greatest distance. Direction 1: device r is visited from r - 1,
+            r - 2, ...; -1: from r + 1, r + 2, ...
           meet: Adds one visit to the visitor's and the host's sums.
 
         Returns:
-          `(gradients, host)`: what the visitors bring home, and the hosts' sums.
+          `(home, host)`, the sums with every visit added.
         """
-        nothing = jax.tree.map(jnp.zeros_like, like)
-        if _is_zero(hops):
-            return nothing, host
-        visitor = self._jump(self._not_before(call, visitor, host, always=True), direction, hops)
+        tours = tuple(tour for tour in tours if not _is_zero(tour[1]))
+        for number, (direction, hops) in enumerate(tours):
+            visitor = self._not_before(call, own, host, always=number > 0)
+            last = number == len(tours) - 1
+            tour = functools.partial(self._tour, call, direction, hops, meet, last)
+            if isinstance(hops, int):
+                home, host = tour(visitor, home, host)
+            else:
+                stay = meet if last else _nothing_met
+                home, host = lax.cond(hops > 0, tour, stay, visitor, home, host)
+        return (home, host) if tours else meet(own, home, host)
 
-        def body(_: Array, carry: Any) -> Any:
+    def _tour(
+        self,
+        call: Call,
+        direction: int,
+        hops: Any,
+        meet: Meet,
+        meets_home: bool,
+        own: Any,
+        home: Any,
+        host: Any,
+    ) -> tuple[Any, Any]:
+        """Visitors jump `hops` > 0 away and walk home.
+
+        A meeting makes its share of the visitor's gradients apart from those that the visitor has
+        gathered, which follow one step behind. So both are on their way during a meeting; what no
+        meeting hides is the jump.
+        """
+        nothing = jax.tree.map(jnp.zeros_like, home)
+
+        def step(arriving: Any, visitor: Any, gathered: Any, host: Any) -> tuple[Any, Any]:
+            """One meeting, while the next visitor arrives and this one's gradients follow it."""
+            for other in (arriving, gathered):
+                if other is not None:
+                    visitor = self._not_before(call, visitor, other)
+            gradients, host = meet(visitor, nothing, host)
+            if gathered is not None:
+                gradients = jax.tree.map(jnp.add, gathered, gradients)
+            return gradients, host
+
+        def far(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
             arriving = self._shift(visitor, -direction)
-            visitor = self._not_before(call, visitor, arriving)
-            gradients, host = meet(visitor, gradients, host)
-            return arriving, self._shift(gradients, -direction), host
+            return arriving, *step(arriving, visitor, self._shift(gradients, -direction), host)
 
-        def last(carry: Any) -> Any:
+        def near(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
-            gradients, host = meet(visitor, gradients, host)
-            return self._shift(gradients, -direction), host
+            return own, *step(None, visitor, self._shift(gradients, -direction), host)
 
-        carry = lax.fori_loop(0, hops - 1, body, (visitor, nothing, host))
-        if isinstance(hops, int):
-            return last(carry)
-        return lax.cond(hops > 0, last, lambda carry: carry[1:], carry)
+        visitor = self._jump(own, direction, hops)
+        if not isinstance(hops, int):
+            nearer = functools.partial(self._shift, distance=-direction)
+            arriving = lax.cond(hops > 1, nearer, lambda _: own, visitor)
+            walk, first_near = hops - 2, jnp.where(hops > 1, 0, 1)
+        elif hops > 1:
+            arriving, walk, first_near = self._shift(visitor, -direction), hops - 2, 0
+        else:
+            arriving, walk, first_near = own, 0, 1
+        carry = arriving, *step(None if arriving is own else arriving, visitor, None, host)
+        carry = lax.fori_loop(0, walk, far, carry)
+        _, gradients, host = lax.fori_loop(first_near, 2 if meets_home else 1, near, carry)
+        if not meets_home:
+            gradients = self._shift(gradients, -direction)
+        return jax.tree.map(jnp.add, home, gradients), host
 
     def _hops(self) -> Hops:
         return Hops(self.degree - 1, 0) if self.hops is None else self.hops
@@ -224,3 +273,8 @@ def _is_zero(hops: Any) -> bool:
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _nothing_met(own: Any, home: Any, host: Any) -> tuple[Any, Any]:
+    del own
+    return home, host
