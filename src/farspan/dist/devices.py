@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
+
+from farspan.platform import skip_absent_tpu
 
 
 def ensure_devices(count: int) -> None:
@@ -17,10 +21,9 @@ def ensure_devices(count: int) -> None:
     Raises:
       ValueError: If there are fewer devices than `count`.
     """
-    try:
+    skip_absent_tpu()
+    with contextlib.suppress(RuntimeError):  # JAX has started: its devices are what there is
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices or 1))
-    except RuntimeError:  # JAX has started: its devices are what there is
-        pass
     available = jax.devices()
     if len(available) < count:
         raise ValueError(

@@ -10,6 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from farspan.dist.placement import order_devices
+from farspan.platform import skip_absent_tpu
+
 AXES = ("data", "pipe", "fsdp", "cp_ring_outer", "cp_ring", "cp_ulysses", "tensor")
 """Mesh axes, outermost first."""
 
@@ -52,7 +55,8 @@ def make_mesh(
       cp_ring: Shards of the sequence in a ring.
       cp_ulysses: Shards of the sequence that exchange heads, innermost.
       tensor: Shards of heads and feed-forward width.
-      devices: JAX devices to use, in order; by default the first of `jax.devices()`.
+      devices: JAX devices to use, in order; by default those of `jax.devices()`, on TPU in an
+        order in which ring neighbours are linked (`farspan.dist.placement`).
 
     Returns:
       A mesh with all axes of `AXES`, with automatic sharding on each.
@@ -64,6 +68,8 @@ def make_mesh(
     named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1)
     if min(sizes) < 1:
         raise ValueError(f"make_mesh: every axis size must be at least 1, got {named}")
+    if devices is None:
+        skip_absent_tpu()
     available = list(jax.devices() if devices is None else devices)
     needed = math.prod(sizes)
     if needed > len(available):
@@ -75,7 +81,10 @@ def make_mesh(
             f"make_mesh: the product of the axis sizes must not exceed the devices, got {named} = "
             f"{needed} with {len(available)} {available[0].platform} device(s); {remedy}"
         )
-    grid = np.array(available[:needed], dtype=object).reshape(sizes)
+    chosen = available[:needed]
+    if devices is None:
+        chosen = order_devices(available, dict(zip(AXES, sizes, strict=True)))
+    grid = np.array(chosen, dtype=object).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -47,4 +47,3 @@ def parameter_shardings(params: Any, axes: Any, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda x, names: NamedSharding(mesh, parameter_spec(x.shape, names, mesh)), params, axes
     )
-

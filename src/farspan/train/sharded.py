@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int
 
 from farspan.context import ContextParallel
+from farspan.dist import gather_shards, scatter_sum
 from farspan.ops.cross_entropy import cross_entropy_gradients, cross_entropy_sum
 from farspan.ops.linear import linear_gradients
 
@@ -49,14 +50,14 @@ class Split:
         """Inside `run`: the whole parameter, rounded to `dtype` before the wire."""
         whole = shard.astype(dtype)
         for axis, names in self._split_dimensions():
-            whole = lax.all_gather(whole, names, axis=axis, tiled=True)
+            whole = gather_shards(whole, self.context.mesh, names, axis)
         return whole
 
     def sum_into_shards(self, gradient: Array) -> Array:
         """Inside `run`: this device's shard of the sum of all devices' gradients."""
         scattered: set[str] = set()
         for axis, names in self._split_dimensions():
-            gradient = lax.psum_scatter(gradient, names, scatter_dimension=axis, tiled=True)
+            gradient = scatter_sum(gradient, self.context.mesh, names, axis)
             scattered |= set(names)
         rest = tuple(name for name in self.token_axes if name not in scattered)
         return lax.psum(gradient, rest) if rest else gradient

@@ -1,0 +1,68 @@
+"""Keeps JAX from looking for a TPU that is not there.
+
+Where libtpu is installed, say for `farspan plan --compile`, JAX looks for TPUs at its start, and
+without one libtpu prints pages of errors before the CPU is used after all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_GOOGLE_PCI_VENDOR = "0x1ae0"
+_STORAGE_AND_NETWORK = ("0x01", "0x02")
+_NVIDIA_DEVICES = ("dev/nvidiactl", "dev/nvidia0", "dev/dxg")
+_CUDA_PLUGIN = "xla_cuda"
+
+
+def skip_absent_tpu() -> None:
+    """Tells JAX which platforms to try where libtpu is installed and no TPU is here.
+
+    Call it before JAX starts its devices. What the user says by JAX_PLATFORMS or
+    `jax.config` holds.
+    """
+    if os.environ.get("JAX_PLATFORMS") or "JAX_FORCE_TPU_INIT" in os.environ:
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        return
+    platforms = _platforms(Path("/"))
+    if platforms is None:
+        return
+    if "jax" in sys.modules:
+        import jax
+
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", platforms)
+    else:
+        os.environ["JAX_PLATFORMS"] = platforms
+
+
+def _platforms(root: Path) -> str | None:
+    """The platforms that JAX may find; None if they include a TPU or one unknown to farspan."""
+    if _tpu_is_here(root):
+        return None
+    plugins = importlib.metadata.entry_points(group="jax_plugins").names
+    if not all(name.startswith(_CUDA_PLUGIN) for name in plugins):
+        return None
+    gpu_is_here = any((root / device).exists() for device in _NVIDIA_DEVICES)
+    return "cuda,cpu" if plugins and gpu_is_here else "cpu"
+
+
+def _tpu_is_here(root: Path) -> bool:
+    if any(root.glob("dev/accel*")):
+        return True
+    return any(
+        _read(device / "vendor") == _GOOGLE_PCI_VENDOR
+        and not _read(device / "class").startswith(_STORAGE_AND_NETWORK)  # of a virtual machine
+        for device in root.glob("sys/bus/pci/devices/*")
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
