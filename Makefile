@@ -18,7 +18,7 @@ PYTEST_FLAGS := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-run setup-test setup-oldest quickstart test test-oldest lint format \
-	typecheck check bench constraints clean
+	typecheck check bench aot-report constraints clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -62,6 +62,9 @@ check: lint typecheck test ## Every check but test-oldest
 
 bench: setup-run ## Hold the CPU kernel beside its peers: make bench ARGS=--quick
 	$(BIN)/python benchmarks/attention.py $(ARGS)
+
+aot-report: setup ## Compile whole steps for 64 TPU chips and write docs/aot (EXTRAS=train,tpu)
+	$(BIN)/python benchmarks/aot_report.py $(ARGS)
 
 constraints: setup ## Resolve the newest versions into requirements/constraints.txt
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --group dev --upgrade \

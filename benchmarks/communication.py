@@ -51,7 +51,6 @@ from farspan.testing.compiled import (
     compile_attention,
     expected_collectives,
     layer_collectives,
-    traffic_options,
 )
 
 Totals = dict[str, tuple[int, int]]
@@ -192,7 +191,7 @@ def _measure(context: ContextParallel, layer: AttentionLayer) -> list[dict[str, 
     ]
     forward, both = (collectives(program.as_text()) for program in programs)
     held = schedules.held_key_bytes(
-        context.strategy, context.degrees, layer.shape(), traffic_options(context, layer)
+        context.strategy, context.degrees, layer.shape(), layer.traffic_options(context)
     )
     narrow = dataclasses.replace(layer, dtype="bfloat16")
     rows: list[dict[str, Any]] = []

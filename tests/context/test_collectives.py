@@ -22,9 +22,9 @@ def compile_pass(context, layer, *, gradients):
     return compile_attention(context, layer, gradients=gradients, kernel=kernel)
 
 
-def split(strategy, ring, ulysses, *, outer=1, layout="zigzag", head_groups=1):
+def split(strategy, ring, ulysses, *, outer=1, layout="zigzag", **options):
     mesh = farspan.make_mesh(cp_ring_outer=outer, cp_ring=ring, cp_ulysses=ulysses)
-    return farspan.ContextParallel(mesh, strategy, layout, head_groups=head_groups)
+    return farspan.ContextParallel(mesh, strategy, layout, **options)
 
 
 MESHES = [
@@ -58,6 +58,11 @@ SPECIAL = [
     # a ring of rings
     (("ring", 4, 1), {"outer": 2}, Layer()), (("usp", 2, 2), {"outer": 2}, Layer()),
     (("ring", 2, 1), {"outer": 4}, MULTI_HEAD), (("ring", 2, 1), {"outer": 2}, LATENT),
+    # parts of a visitor go round different rings
+    (("ring", 8, 1), {"ring_streams": 4}, Layer()),
+    (("usp", 4, 2), {"ring_streams": 2}, MULTI_HEAD),
+    (("ring", 4, 1), {"ring_streams": 2}, dataclasses.replace(GIVEN, num_kv_heads=8)),
+    (("ring", 4, 1), {"outer": 2, "ring_streams": 2}, LATENT),
     # a window: only the edges of neighbours, or only the hops that it reaches
     (("halo", 8, 1), {}, Layer(WINDOW)), (("halo", 4, 1), {"layout": "contiguous"}, Layer(WINDOW)),
     (("halo", 4, 2), {}, Layer(WINDOW, latent=(12, 4))),

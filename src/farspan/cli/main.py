@@ -10,9 +10,11 @@ import traceback
 from collections.abc import Sequence
 
 from farspan.errors import unknown_choice
+from farspan.platform import skip_absent_tpu
 
 COMMANDS = {
     "train": "Train a language model from a recipe.",
+    "plan": "Say what a training step costs on given TPUs, and whether it fits; needs no devices.",
     "verify": "Check on your own devices that split training is exact.",
     "show": "Draw a mask, a layout or a schedule; needs no devices.",
 }
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or os.environ.get("FARSPAN_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
+    skip_absent_tpu()
     try:
         return _dispatch(arguments)
     except SystemExit as stop:  # tyro, after it printed help or an error
@@ -54,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: this command needs {error.name}; pip install 'farspan[{extra}]'\n"
         )
         return _FAILURE
-    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, _expected_failures()):
+            raise
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"error: {error}\n")
@@ -72,6 +77,13 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise unknown_choice("command", command, COMMANDS)
     return importlib.import_module(f"farspan.cli.{command}").main(rest)
+
+
+def _expected_failures() -> tuple[type[RuntimeError], ...]:
+    """Errors at run time that are worth a sentence and no traceback."""
+    from farspan.plan.compiler import CompileError
+
+    return NotImplementedError, CompileError
 
 
 def _help() -> str:

@@ -247,6 +247,7 @@ def _check_combination(
         tensor=context.tensor,
         mask=plan.mask,
         head_groups=context.head_groups,
+        ring_streams=context.ring_streams,
         latent=latent,
         places_given=places_given,
     )
@@ -296,7 +297,9 @@ def _pad_to_multiple(
     if context is None or not padding:
         return arrays, data
     if context.layout != "contiguous":
-        schedules.check_length(context.strategy, context.degrees, context.layout_object, seq_len)
+        schedules.check_length(
+            context.strategy, context.degrees, context.layout_object, seq_len, context.ring_streams
+        )
     segment_ids = data.segment_ids
     if segment_ids is None:
         segment_ids = jnp.ones((batch, seq_len), jnp.int32)

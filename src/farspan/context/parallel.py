@@ -16,8 +16,9 @@ from farspan.context.head_groups import HeadGroups
 from farspan.context.ring import Ring
 from farspan.context.staged import Staged
 from farspan.context.ulysses import Exchange
-from farspan.dist import BATCH_AXES, CONTEXT_AXES, axis_product, present
+from farspan.dist import BATCH_AXES, CONTEXT_AXES, axis_product, present, ring_cycles
 from farspan.layouts import Layout, get_layout
+from farspan.masks import Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,10 @@ class ContextParallel:
         are fetched while one group attends, and only two groups' are held. 1: all heads at once.
         Under `ulysses` a group of fewer kv heads than devices sends copies of them. With the latent
         of MLA, any strategy takes groups: one latent is sent, and expanded group by group.
+      ring_streams: Parts into which `ring` and `usp` cut the tokens of what travels; each goes
+        round a ring of links of its own (`farspan.dist.ring_cycles`): 2 use both directions of the
+        links of one ring, 4 and 6 those of two and three rings of a torus. All travel all the way
+        round, whatever the mask needs. In a ring of rings, this is of the inner rings.
       context_axes: The mesh's axes that split the sequence, (outer ring, ring, ulysses) or (ring,
         ulysses).
       batch_axes: Axes that split the batch.
@@ -53,6 +58,7 @@ class ContextParallel:
     strategy: str = "ring"
     layout: str = "zigzag"
     head_groups: int = 1
+    ring_streams: int = 1
     context_axes: tuple[str, ...] = CONTEXT_AXES
     batch_axes: tuple[str, ...] = BATCH_AXES
     head_axis: str = "tensor"
@@ -65,10 +71,11 @@ class ContextParallel:
                 "ContextParallel: context_axes must be (ring, ulysses) or (outer ring, ring, "
                 f"ulysses), got {self.context_axes}"
             )
-        if self.head_groups < 1:
-            raise ValueError(
-                f"ContextParallel: head_groups must be at least 1, got {self.head_groups}"
-            )
+        for name in ("head_groups", "ring_streams"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"ContextParallel: {name} must be at least 1, got {getattr(self, name)}"
+                )
         if not present(self.mesh, self.context_axes):
             raise ValueError(
                 f"ContextParallel: the mesh must have a context axis, {self.context_axes}, got a "
@@ -123,12 +130,16 @@ class ContextParallel:
 
     def _ring(self, inside: Strategy, hops: schedules.Hops | None) -> Strategy:
         degrees, axes = self.degrees, self.sequence_axes
+        streams = None
+        if self.ring_streams > 1:
+            streams = ring_cycles(self.mesh, self.ring_streams, axes[degrees.outer > 1 :])
         if degrees.outer == 1:
-            return Ring(axes, degrees.sequence, inside, hops)
+            hops = None if streams else hops
+            return Ring(axes, degrees.sequence, inside, hops, streams=streams)
         inner = degrees.sequence // degrees.outer
         if hops is not None:
             hops = schedules.group_hops(hops, inner, degrees.outer)
-        inside = Ring(axes[1:], inner, inside)
+        inside = Ring(axes[1:], inner, inside, streams=streams)
         return Ring(axes[:1], degrees.outer, inside, hops, stride=inner)
 
     @property
@@ -156,7 +167,8 @@ class ContextParallel:
     def split(self) -> str:
         """The strategy and its sizes in words, such as `usp = ring 4 x ulysses 2`."""
         groups = f" in {self.head_groups} groups of heads" if self.head_groups > 1 else ""
-        return schedules.split_in_words(self.strategy, self.degrees) + groups
+        streams = f" in {self.ring_streams} streams" if self.ring_streams > 1 else ""
+        return schedules.split_in_words(self.strategy, self.degrees) + groups + streams
 
     @property
     def tensor(self) -> int:
@@ -171,7 +183,32 @@ class ContextParallel:
     @property
     def sequence_multiple(self) -> int:
         """The number that the sequence length must be a multiple of."""
-        return schedules.sequence_multiple(self.layout_object, self.degrees)
+        return schedules.sequence_multiple(self.layout_object, self.degrees, self.ring_streams)
+
+    def traffic_options(
+        self, mask: Mask, seq_len: int, *, places_given: bool = False
+    ) -> schedules.Options:
+        """What the bytes that a layer sends depend on beside its sizes (`schedules.collectives`).
+
+        Args:
+          mask: The mask.
+          seq_len: Tokens in a row.
+          places_given: Whether the places of tokens are data, so that no bound on hops is known.
+
+        Returns:
+          Halos, groups and streams, and the hops that the mask needs whatever the documents;
+          documents may need fewer.
+        """
+        degrees, layout = self.degrees, self.layout_object
+        tokens = seq_len // degrees.sequence
+        halo: tuple[int, ...] = ()
+        if self.strategy == "halo":
+            transfers = schedules.halo_transfers(layout, degrees.sequence, tokens, mask)
+            halo = tuple(transfer.tokens for transfer in transfers)
+        hops = None
+        if not places_given:
+            hops = schedules.reach_hops(layout, degrees.sequence, tokens, mask)
+        return schedules.Options(hops, self.head_groups, halo, streams=self.ring_streams)
 
     def partition_spec(self, ndim: int, head_dim: int | None = None) -> PartitionSpec:
         """Partitioning of an array `[B, S, ...]`.

@@ -5,7 +5,9 @@
     backward  visitors start at their greatest distance and walk home, where they are met last;
               their gradients, in float32, follow one step behind: each device adds its share
 
-Everything but backward's first jump travels while a step computes.
+Everything but backward's first jump travels while a step computes. What has arrived and what the
+step has made pass one optimization barrier before either is used: a compiler that hides transfers
+has then nothing but the step to hide them under.
 
 In backward the visitors are keys and values with (dk, dv), or queries with (dout, lse, delta) and
 dq, whichever is fewer bytes. Around a whole ring of P devices, greatest distance is one step
@@ -14,6 +16,9 @@ all the way: `hops` says how far, to either side, and may be data (one program f
 
 Any number of heads works, and a device never holds more than its own, one visiting and one
 arriving shard. Sends (P - 1) / P * 2 S K D elements per device in forward.
+
+A chip has several links, and a plain ring sends over one. In `streams` a visitor's tokens are cut
+into equal parts that go round different rings of links at once.
 
 A ring over slow links can hold a ring over fast ones: keys then cross a slow link once for all the
 steps of the ring inside, and under them.
@@ -41,10 +46,14 @@ from farspan.context.base import (
     Local,
     Partial,
     Queries,
+    Slots,
     Strategy,
     no_gradients,
     nothing_seen,
+    part_of,
 )
+from farspan.context.streams import send_in_streams, visitors_after
+from farspan.dist import Streams
 from farspan.schedules import Hops, jumps, ring_backward_visitor
 
 Meet = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -61,6 +70,8 @@ class Ring:
       inner: Attends at each step.
       hops: How far keys travel; by default all the way round.
       stride: Sequence shards from one device of the ring to the next.
+      streams: Orders in which equal parts of a visitor's tokens go round, all the way; None: whole,
+        in the order of the axes.
     """
 
     axes: Axes
@@ -68,31 +79,39 @@ class Ring:
     inner: Strategy = dataclasses.field(default_factory=Local)
     hops: Hops | None = None
     stride: int = 1
+    streams: Streams | None = None
+
+    def __post_init__(self) -> None:
+        assert self.streams is None or self.hops is None, "streams go all the way round"
 
     def forward(self, call: Call, queries: Queries, keys: Keys, partial: Partial | None) -> Partial:
         """See `Strategy.forward`."""
         start = nothing_seen(call, queries, keys) if partial is None else partial
         before, after = self._hops()
+        keys = self._parted(keys)
 
-        def attend(visiting: Keys, arriving: Keys, partial: Partial) -> Partial:
-            visiting = self._not_before(call, visiting, arriving)
-            return self.inner.forward(call, queries, visiting, partial)
+        def attend(visiting: Keys, arriving: Keys, partial: Partial) -> tuple[Keys, Partial]:
+            found = step(self._not_before(call, visiting, arriving), partial)
+            return lax.optimization_barrier((arriving, found))
+
+        def step(visiting: Keys, partial: Partial) -> Partial:
+            return self.inner.forward(call, queries, self._placed(call, visiting), partial)
 
         def onward(_: Array, carry: tuple[Keys, Partial]) -> tuple[Keys, Partial]:
             visiting, found = carry
             arriving = self._shift(visiting, 1)
-            return arriving, attend(visiting, arriving, found)
+            return attend(visiting, arriving, found)
 
         def backward(_: Array, carry: tuple[Keys, Keys, Partial]) -> tuple[Keys, Keys, Partial]:
             visiting, last, found = carry
-            arriving = self._shift(last, -1)
-            return arriving, arriving, attend(visiting, arriving, found)
+            arriving, found = attend(visiting, self._shift(last, -1), found)
+            return arriving, arriving, found
 
         visiting, found = lax.fori_loop(0, before, onward, (keys, start))
         if not _is_zero(after):  # the others start from home again, under the last step's work
             home = call.after(keys, visiting)
             visiting, _, found = lax.fori_loop(0, after, backward, (visiting, home, found))
-        return self.inner.forward(call, queries, visiting, found)
+        return step(visiting, found)
 
     def backward(
         self, call: Call, queries: Queries, keys: Keys, sums: Gradients | None
@@ -105,13 +124,15 @@ class Ring:
         def meet_keys(visitor: Keys, gradients: Any, host: Any) -> tuple[Any, Any]:
             dquery, dweights = host
             found = self.inner.backward(
-                call, queries, visitor, Gradients(dquery, gradients, dweights)
+                call, queries, self._placed(call, visitor), Gradients(dquery, gradients, dweights)
             )
             return found.keys, (found.query, found.weights)
 
         def meet_queries(visitor: Queries, gradients: Any, host: Any) -> tuple[Any, Any]:
             dkeys, dweights = host
-            found = self.inner.backward(call, visitor, keys, Gradients(gradients, dkeys, dweights))
+            found = self.inner.backward(
+                call, self._placed(call, visitor), keys, Gradients(gradients, dkeys, dweights)
+            )
             return found.query, (found.keys, found.weights)
 
         if _visitor(queries, keys) == "keys":
@@ -147,6 +168,7 @@ class Ring:
         Returns:
           `(home, host)`, the sums with every visit added.
         """
+        own = self._parted(own)
         tours = tuple(tour for tour in tours if not _is_zero(tour[1]))
         for number, (direction, hops) in enumerate(tours):
             visitor = self._not_before(call, own, host, always=number > 0)
@@ -178,24 +200,27 @@ class Ring:
         """
         nothing = jax.tree.map(jnp.zeros_like, home)
 
-        def step(arriving: Any, visitor: Any, gathered: Any, host: Any) -> tuple[Any, Any]:
+        def step(arriving: Any, visitor: Any, gathered: Any, host: Any) -> tuple[Any, Any, Any]:
             """One meeting, while the next visitor arrives and this one's gradients follow it."""
             for other in (arriving, gathered):
                 if other is not None:
                     visitor = self._not_before(call, visitor, other)
-            gradients, host = meet(visitor, nothing, host)
+            met = meet(visitor, nothing, host)
+            arriving, gathered, (gradients, host) = lax.optimization_barrier(
+                (arriving, gathered, met)
+            )
             if gathered is not None:
                 gradients = jax.tree.map(jnp.add, gathered, gradients)
-            return gradients, host
+            return arriving, gradients, host
 
         def far(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
             arriving = self._shift(visitor, -direction)
-            return arriving, *step(arriving, visitor, self._shift(gradients, -direction), host)
+            return step(arriving, visitor, self._shift(gradients, -direction), host)
 
         def near(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
-            return own, *step(None, visitor, self._shift(gradients, -direction), host)
+            return own, *step(None, visitor, self._shift(gradients, -direction), host)[1:]
 
         visitor = self._jump(own, direction, hops)
         if not isinstance(hops, int):
@@ -206,7 +231,10 @@ class Ring:
             arriving, walk, first_near = self._shift(visitor, -direction), hops - 2, 0
         else:
             arriving, walk, first_near = own, 0, 1
-        carry = arriving, *step(None if arriving is own else arriving, visitor, None, host)
+        if arriving is own:
+            carry = own, *step(None, visitor, None, host)[1:]
+        else:
+            carry = step(arriving, visitor, None, host)
         carry = lax.fori_loop(0, walk, far, carry)
         _, gradients, host = lax.fori_loop(first_near, 2 if meets_home else 1, near, carry)
         if not meets_home:
@@ -218,19 +246,48 @@ class Ring:
 
     def _shift(self, x: Any, distance: int) -> Any:
         """Sends to the device `distance` further along the ring; receives likewise."""
-        pairs = [(r, (r + distance) % self.degree) for r in range(self.degree)]
-
-        def send(x: Array) -> Array:
-            return lax.ppermute(x, self.axes, pairs)
-
         if not isinstance(x, (Keys, Queries)):
-            return jax.tree.map(send, x)
-        shards = x.slots.shards
-        place = shards // self.stride % self.degree
-        came_from = shards + ((place - distance) % self.degree - place) * self.stride
+            return self._send(x, distance)
         bare = dataclasses.replace(x, slots=dataclasses.replace(x.slots, shards=None))
-        moved = jax.tree.map(send, bare)
-        return dataclasses.replace(moved, slots=dataclasses.replace(moved.slots, shards=came_from))
+        moved = self._send(bare, distance)
+        shards = self._came_from(x.slots.shards, distance)
+        return dataclasses.replace(moved, slots=dataclasses.replace(moved.slots, shards=shards))
+
+    def _send(self, x: Any, distance: int) -> Any:
+        if self.streams is not None:
+            token_axes = jax.tree.map(lambda _: 1, x)
+            if isinstance(x, Queries):
+                token_axes = dataclasses.replace(token_axes, lse=2, delta=2)
+            return send_in_streams(x, token_axes, self.axes, self.streams, distance)
+        pairs = [(r, (r + distance) % self.degree) for r in range(self.degree)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
+
+    def _came_from(self, shards: Array, distance: int) -> Array:
+        """Numbers of the shards that come with a shift, from the numbers of those that go."""
+        place = shards // self.stride % self.degree
+        if self.streams is None:
+            source = (place - distance) % self.degree
+        else:
+            source = visitors_after(self.streams, place, distance)
+        return shards + (source - place) * self.stride
+
+    def _parted(self, x: Any) -> Any:
+        """What travels, with the number of its shard for each stream."""
+        if self.streams is None:
+            return x
+        shards = jnp.broadcast_to(x.slots.shards, (self.streams.count,))
+        return dataclasses.replace(x, slots=dataclasses.replace(x.slots, shards=shards))
+
+    def _placed(self, call: Call, x: Any) -> Any:
+        """A visitor of several streams with the place of each token; else as it is."""
+        if self.streams is None or x.slots.index is not None:
+            return x
+        length = (x.arrays[0] if isinstance(x, Keys) else x.query).shape[1]
+        whole = [call.tokens(Slots(shard[None]), length).index for shard in x.slots.shards]
+        count = len(whole)
+        index = [part_of(index, n, count, axis=1) for n, index in enumerate(whole)]
+        slots = dataclasses.replace(x.slots, index=jnp.concatenate(index, axis=1))
+        return dataclasses.replace(x, slots=slots)
 
     def _jump(self, x: Any, direction: int, hops: Any) -> Any:
         """`_shift` by a distance that may be data: by powers of two, or one step the other way."""

@@ -168,12 +168,14 @@ class _Pairs:
 class _Forward:
     """One block of queries of one head.
 
-    A step makes the scores of its keys and the weights of the step before: the matrix units do not
-    wait for an exponential.
+    The scores of a chunk of queries are made while those of the chunk before are turned to weights
+    and meet the values: the matrix units do not wait for an exponential. At the first step nothing
+    came before: that chunk's scores are -inf, and its values 0.
 
     Attributes:
       batch, group, row, head: Rows, query heads per kv head, and which row and query head.
-      highest: Of the scores that a step leaves, the highest of every eighth key.
+      scores, highest: Of this chunk and the one before: the scores, and the highest of every eighth
+        key.
       greatest, total: Of the weights so far: the exponent's shift, and sums of every eighth key.
     """
 
@@ -199,27 +201,21 @@ class _Forward:
     highest: Any
     greatest: Any
     total: Any
-    key_info_sent: Any
-    key_sent: Any
-    value_sent: Any
+    sent: Any
 
     def run(self) -> None:
         """Walks the list and leaves output and log-sum-exp."""
-        visits = self.list[0, 0]
+        visits, last = self.list[0, 0], len(self.spec.chunks) - 1
         self.greatest[...] = jnp.full_like(self.greatest, MASKED)
         self.total[...] = jnp.zeros_like(self.total)
         self.out[...] = jnp.zeros_like(self.out)
+        self.highest[last % 2] = jnp.full_like(self.highest[0], MASKED)
+        self.scores[last % 2] = jnp.full_like(self.scores[0], -jnp.inf)
+        self.value[0] = jnp.zeros_like(self.value[0])
 
-        @pl.when(visits > 0)
-        def _() -> None:
-            _start([*self._keys(0), *self._values(0)])
-            _start_if(lambda: self._keys(1), visits > 1)
-            _wait(self._keys(0))
-            _by_kind(self.list[0, 1], self._first)
-            lax.fori_loop(1, visits, self._visit, None)
-            _wait(self._values(visits - 1))
-            for chunk in self.spec.chunks:
-                self._weigh(visits - 1, chunk)()
+        _start_if(lambda: self._arriving(0), visits > 0)
+        lax.fori_loop(0, visits, self._visit, None)
+        self._weigh(visits - 1, last)
 
         greatest = self.greatest[...]
         seen = greatest > MASKED / 2
@@ -228,73 +224,59 @@ class _Forward:
         self.lse[...] = jnp.where(seen, greatest * (1 / LOG2E) + jnp.log(divisor), -jnp.inf)
 
     def _visit(self, step: Any, _: None) -> None:
-        _start_if(lambda: self._keys(step + 1), step + 1 < self.list[0, 0])
-        _wait(self._keys(step))
-        _wait(self._values(step - 1))
-        _start(self._values(step))
-        _by_kind(self.list[0, 1 + step], functools.partial(self._next, step))
+        _start_if(lambda: self._arriving(step + 1), step + 1 < self.list[0, 0])
+        _wait(self._arriving(step))
+        _by_kind(self.list[0, 1 + step], functools.partial(self._attend, step))
 
-    def _first(self, whole: bool) -> None:
-        for chunk in self.spec.chunks:
-            self._score(0, chunk, whole)
+    def _attend(self, step: Any, whole: bool) -> None:
+        chunks = self.spec.chunks
+        for number, chunk in enumerate(chunks):
+            product = self.spec.dot(self.key[lax.rem(step, 2)], self.query[:, chunk], _NN)
+            scores, _ = self._pairs(step, chunk).scores(product, whole)
+            if number:
+                self._weigh(step, number - 1)
+            else:
+                self._weigh(step - 1, len(chunks) - 1)
+            self.highest[number % 2] = _by_eights(scores).max(0)
+            self.scores[number % 2] = scores
 
-    def _next(self, step: Any, whole: bool) -> None:
-        for chunk in self.spec.chunks:
-            add = self._weigh(step - 1, chunk)
-            self._score(step, chunk, whole)
-            add()
-
-    def _score(self, step: Any, chunk: slice, whole: bool) -> None:
-        """Leaves the scores of a step."""
-        product = self.spec.dot(self.key[lax.rem(step, 2)], self.query[:, chunk], _NN)
-        found, _ = self._pairs(step, chunk).scores(product, whole)
-        self.highest[:, chunk] = _by_eights(found).max(0)
-        self.scores[:, chunk] = found
-
-    def _weigh(self, step: Any, chunk: slice) -> Callable[[], None]:
-        """Takes the scores that a step has left; gives what adds to the output."""
+    def _weigh(self, step: Any, number: int) -> None:
+        """Adds what one chunk sees of a step's values."""
+        chunk = self.spec.chunks[number]
         before = self.greatest[:, chunk]
-        now = jnp.maximum(before, self.highest[:, chunk].max(0, keepdims=True))
+        now = jnp.maximum(before, self.highest[number % 2].max(0, keepdims=True))
         fade = jnp.exp2(before - now)
         self.greatest[:, chunk] = now
-        weight = jnp.exp2(self.scores[:, chunk] - now)
+        weight = jnp.exp2(self.scores[number % 2] - now)
         self.total[:, chunk] = self.total[:, chunk] * fade + _by_eights(weight).sum(0)
         weight = self._pairs(step, chunk).kept(weight).astype(self.value.dtype)
-        out = self.spec.dot(self.value[lax.rem(step, 2)], weight, _NN)
-
-        def add() -> None:
-            self.out[:, chunk] = self.out[:, chunk] * fade + out
-
-        return add
+        out = self.spec.dot(self.value[_late_slot(step)], weight, _NN)
+        self.out[:, chunk] = self.out[:, chunk] * fade + out
 
     def _pairs(self, step: Any, chunk: slice) -> _Pairs:
         return _Pairs.make(
-            self.spec, self.query_info[:, chunk], self.key_info[lax.rem(step, 3)], self.scalars,
+            self.spec, self.query_info[:, chunk], self.key_info[_late_slot(step)], self.scalars,
             self.slopes, self.row, self.head, self.batch,
         )  # fmt: skip
 
-    def _keys(self, step: Any) -> list[Any]:
-        """Copies of a step's keys, which arrive one step before its values."""
-        slot, info_slot = lax.rem(step, 2), lax.rem(step, 3)
-        info = self.key_info_hbm.at[_shared(self.key_info_hbm, self.row), self._block(step)]
-        keys = self.key_hbm.at[self.row, self.head // self.group, self._places(step)]
+    def _arriving(self, step: Any) -> list[Any]:
+        """Copies of a step's keys and values; those of the step before are still read meanwhile."""
+        row, kv_head, block = self.row, self.head // self.group, self.list[0, 1 + step] // 2
+        places, late = _run(block, self.spec.key_block), _late_slot(step)
+        copies = (
+            (self.key_info_hbm.at[_shared(self.key_info_hbm, row), block], self.key_info.at[late]),
+            (self.key_hbm.at[row, kv_head, places], self.key.at[lax.rem(step, 2)]),
+            (self.value_hbm.at[row, kv_head, :, places], self.value.at[late]),
+        )
         return [
-            pltpu.make_async_copy(
-                info, self.key_info.at[info_slot], self.key_info_sent.at[info_slot]
-            ),
-            pltpu.make_async_copy(keys, self.key.at[slot], self.key_sent.at[slot]),
+            pltpu.make_async_copy(source, target, self.sent.at[number, lax.rem(step, 2)])
+            for number, (source, target) in enumerate(copies)
         ]
 
-    def _values(self, step: Any) -> list[Any]:
-        slot = lax.rem(step, 2)
-        values = self.value_hbm.at[self.row, self.head // self.group, :, self._places(step)]
-        return [pltpu.make_async_copy(values, self.value.at[slot], self.value_sent.at[slot])]
 
-    def _block(self, step: Any) -> Any:
-        return self.list[0, 1 + step] // 2
-
-    def _places(self, step: Any) -> Any:
-        return _run(self._block(step), self.spec.key_block)
+def _late_slot(step: Any) -> Any:
+    """Of three slots that of a step, or of the one before, which is -1 for the first."""
+    return lax.rem(step + 1, 3)
 
 
 def forward(
@@ -361,9 +343,11 @@ def forward(
         scratch_shapes=[
             pltpu.VMEM((3, *key_info.shape[2:]), jnp.int32),
             pltpu.VMEM((2, columns, dim), key.dtype),
-            pltpu.VMEM((2, value_dim, columns), value.dtype),
-            *(pltpu.VMEM((height, rows), jnp.float32) for height in (columns, 8, 1, 8)),
-            *(pltpu.SemaphoreType.DMA((slots,)) for slots in (3, 2, 2)),
+            pltpu.VMEM((3, value_dim, columns), value.dtype),
+            pltpu.VMEM((2, columns, spec.chunk), jnp.float32),
+            pltpu.VMEM((2, 8, spec.chunk), jnp.float32),
+            *(pltpu.VMEM((height, rows), jnp.float32) for height in (1, 8)),
+            pltpu.SemaphoreType.DMA((3, 2)),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel"),

@@ -90,12 +90,14 @@ def window_strategy(strategy: str, layout: Layout) -> str:
     return "halo" if split and layout.runs(1) is not None else strategy
 
 
-def sequence_multiple(layout: Layout, degrees: Degrees) -> int:
+def sequence_multiple(layout: Layout, degrees: Degrees, ring_streams: int = 1) -> int:
     """The number that the sequence length must be a multiple of.
 
-    The layout's chunks belong to the sequence shards; a Ulysses group splits a shard evenly.
+    The layout's chunks belong to the sequence shards; a Ulysses group, and the streams of a ring,
+    split a shard evenly.
     """
-    return math.lcm(layout.multiple(degrees.sequence), degrees.total)
+    multiple = layout.multiple(degrees.sequence)
+    return math.lcm(multiple, degrees.total, degrees.sequence * ring_streams)
 
 
 def check_combination(
@@ -109,6 +111,7 @@ def check_combination(
     seq_len: int | None = None,
     mask: Mask | None = None,
     head_groups: int = 1,
+    ring_streams: int = 1,
     latent: bool = False,
     places_given: bool = False,
 ) -> None:
@@ -124,6 +127,7 @@ def check_combination(
       seq_len: Tokens per row, `S`, or None if not yet known.
       mask: The mask, or None if not yet known.
       head_groups: Groups into which heads are cut.
+      ring_streams: Streams in which a ring sends.
       latent: Whether keys and values come from a latent (MLA).
       places_given: Whether the places of tokens are data (`positions`).
 
@@ -153,17 +157,24 @@ def check_combination(
         _check_head_groups(
             strategy, degrees, local_heads, num_kv_heads // tensor, head_groups, latent
         )
+    if ring_streams > 1 and strategy not in ("ring", "usp"):
+        raise ValueError(
+            "ring_streams: only ring and usp have a ring to cut into streams, got "
+            f"strategy={strategy}, ring_streams={ring_streams}; use ring_streams=1"
+        )
     if strategy == "halo":
         _check_halo(layout, mask, places_given)
     if seq_len is not None:
-        check_length(strategy, degrees, layout, seq_len)
+        check_length(strategy, degrees, layout, seq_len, ring_streams)
 
 
-def check_length(strategy: str, degrees: Degrees, layout: Layout, seq_len: int) -> None:
+def check_length(
+    strategy: str, degrees: Degrees, layout: Layout, seq_len: int, ring_streams: int = 1
+) -> None:
     """Raises ValueError if rows of `seq_len` tokens cannot be cut evenly."""
     layout.check(seq_len, degrees.sequence)
-    if seq_len % degrees.total:
-        multiple = sequence_multiple(layout, degrees)
+    multiple = sequence_multiple(layout, degrees, ring_streams)
+    if seq_len % multiple:
         raise ValueError(
             f"{strategy}: seq_len must be a multiple of {multiple} for {degrees.total} shards, "
             f"got seq_len={seq_len}; pad to {-(-seq_len // multiple) * multiple}"

@@ -115,12 +115,14 @@ class Options:
       halo_tokens: Tokens of each transfer of a halo (`halo_transfers`).
       replicas: Devices in the mesh for each tensor shard: those that share the gradients of sinks
         and of the matrices of a latent. 0 is the context-parallel degree.
+      streams: Streams in which a ring sends; more than one go all the way round.
     """
 
     hops: Hops | None = None
     head_groups: int = 1
     halo_tokens: tuple[int, ...] = ()
     replicas: int = 0
+    streams: int = 1
 
 
 def collectives(
@@ -326,7 +328,9 @@ def _rings(
     degrees: Degrees, shape: AttentionShape, direction: Direction, options: Options
 ) -> list[Collective]:
     inner = degrees.sequence // degrees.outer
-    hops = options.hops or Hops(degrees.sequence - 1, 0)
+    hops, whole = options.hops, Hops(degrees.sequence - 1, 0)
+    if hops is None or (options.streams > 1 and degrees.outer == 1):
+        hops = whole
     if degrees.outer == 1:
         return [_ring(degrees.sequence, hops, degrees, shape, direction, options)]
     around = Hops(inner - 1, 0)
@@ -334,7 +338,14 @@ def _rings(
     inside = _ring(inner, around, degrees, shape, direction, options)
     rounds = 1 + outer_hops.before + outer_hops.after
     return [
-        _ring(degrees.outer, outer_hops, degrees, shape, direction, options),
+        _ring(
+            degrees.outer,
+            outer_hops,
+            degrees,
+            shape,
+            direction,
+            dataclasses.replace(options, streams=1),
+        ),
         dataclasses.replace(
             inside, count=inside.count * rounds, operand_bytes=inside.operand_bytes * rounds
         ),
@@ -354,7 +365,9 @@ def _ring(
     elements = shape.key_elements(_heads_inside(shape, degrees, options))
     metadata = shape.metadata_arrays
     per_token = elements * shape.itemsize + metadata * 4
-    arrays = 2 + metadata
+    streams = options.streams
+    together = 1 if streams > 1 else 2  # arrays of one type travel as one in streams
+    arrays = together + metadata
     if direction == "backward":
         heads = shape.num_heads // degrees.heads
         query, out = heads * shape.head_dim, heads * shape.value_dim
@@ -364,12 +377,12 @@ def _ring(
             itemsize=shape.itemsize, labels=metadata, query_labels=query_numbers - metadata,
         )  # fmt: skip
         if visitor == "keys":
-            per_token, arrays = per_token + elements * 4, arrays + 2
+            per_token, arrays = per_token + elements * 4, arrays + together
         else:
             per_token = (query + out) * shape.itemsize + 8 * heads + query_numbers * 4 + query * 4
-            arrays = 4 + query_arrays + 1
+            arrays = together + 2 + query_arrays + 1
     return Collective(
-        "collective-permute", transfers * arrays, transfers * tokens * per_token, group
+        "collective-permute", transfers * arrays * streams, transfers * tokens * per_token, group
     )
 
 

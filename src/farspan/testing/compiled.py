@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from farspan import schedules
 from farspan.context import ContextParallel, attention, latent_attention
+from farspan.dist import AXES, ContextSizes, make_mesh, order_devices
 from farspan.kernels import Kernel
-from farspan.masks import Causal, Mask
+from farspan.masks import Causal, Mask, SlidingWindow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,11 @@ class AttentionLayer:
     metadata: tuple[str, ...] = ("segment_ids",)
     sinks: bool = False
     dtype: str = "float32"
+
+    def traffic_options(self, context: ContextParallel) -> schedules.Options:
+        """What else the bytes depend on under a context."""
+        places_given = "positions" in self.metadata
+        return context.traffic_options(self.mask, self.seq_len, places_given=places_given)
 
     def shape(self) -> schedules.AttentionShape:
         """The sizes, as `farspan.schedules` takes them."""
@@ -72,28 +78,76 @@ def compile_attention(
     Returns:
       The program: `(out, lse)`, or these and the gradients of queries, keys and weights.
     """
-    operands = _operands(context, layer)
-    labels = {name: _rows(context, layer, dtype="int32") for name in layer.metadata}
-    if layer.mask.given_ranges:
-        labels["key_ranges"] = _rows(context, layer, layer.mask.given_ranges, 2, dtype="int32")
-    attend: Any = attention if layer.latent is None else latent_attention
-
-    def forward(operands: dict[str, Any], labels: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        return attend(
-            operands["query"], *operands["keys"], sinks=operands.get("sinks"), mask=layer.mask,
-            context=context, return_lse=True, kernel=kernel, **labels,
-        )  # fmt: skip
+    forward, operands, labels = _layer_forward(context, layer, kernel)
 
     def both(operands: dict[str, Any], labels: dict[str, Any], dout: jax.Array) -> Any:
         (out, lse), pull = jax.vjp(lambda x: forward(x, labels), operands)
         return out, lse, pull((dout, jnp.zeros_like(lse)))
 
     if gradients:
-        dout = _rows(context, layer, layer.num_heads, layer.value_dim)
-        lowered = jax.jit(both).lower(operands, labels, dout)
+        lowered = jax.jit(both).lower(operands, labels, _dout(context, layer))
     else:
         lowered = jax.jit(forward).lower(operands, labels)
     return lowered.compile(dict(compiler_options or {}))
+
+
+def lower_attention(
+    devices: Sequence[Any],
+    *,
+    strategy: str,
+    direction: schedules.Direction,
+    sizes: ContextSizes,
+    layer: Mapping[str, Any],
+    window: int = 0,
+    layout: str = "zigzag",
+    head_groups: int = 1,
+    ring_streams: int = 1,
+    kernel: str | Kernel = "auto",
+) -> jax.stages.Lowered:
+    """A program of `farspan.plan.aot`: attention in one direction alone.
+
+    Args:
+      devices: Devices, at least the product of `sizes`.
+      strategy: As in `ContextParallel`.
+      direction: `forward` makes `(out, lse)`; `backward` makes the gradients from these, the inputs
+        and the gradient of the output, and recomputes nothing of forward.
+      sizes: Sizes of the mesh axes that split a row.
+      layer: Fields of `AttentionLayer` but for the mask.
+      window: Keys that a query sees, itself among them; 0: all before it.
+      layout: As in `ContextParallel`.
+      head_groups: As in `ContextParallel`.
+      ring_streams: As in `ContextParallel`.
+      kernel: As in `farspan.attention`.
+
+    Returns:
+      The lowered program. Nothing is run or allocated.
+    """
+    axes: dict[str, Any] = dict.fromkeys(AXES, 1) | dict(sizes)
+    mesh = make_mesh(**sizes, devices=order_devices(devices, axes))
+    context = ContextParallel(
+        mesh, strategy, layout, head_groups=head_groups, ring_streams=ring_streams
+    )
+    mask = Causal() & SlidingWindow(window - 1, 0) if window else Causal()
+    fields: dict[str, Any] = dict(layer) | {"metadata": tuple(layer.get("metadata", ()))}
+    attending = AttentionLayer(mask, **fields)
+    # Kernels ask the mesh in force for which chip they are.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        forward, operands, labels = _layer_forward(context, attending, kernel)
+        if direction == "forward":
+            return jax.jit(forward).lower(operands, labels)
+
+        def pull_of(operands: dict[str, Any], labels: dict[str, Any]) -> Any:
+            (_, lse), pull = jax.vjp(lambda x: forward(x, labels), operands)
+            return lse, pull
+
+        lse, pull = jax.eval_shape(pull_of, operands, labels)
+        saved = jax.tree.map(lambda x: _sharded_like(context, x, lse), pull)
+        dout = _dout(context, attending)
+
+        def backward(pull: Any, dout: jax.Array) -> Any:
+            return pull((dout, jnp.zeros(lse.shape, lse.dtype)))
+
+        return jax.jit(backward).lower(saved, dout)
 
 
 def layer_collectives(
@@ -101,7 +155,7 @@ def layer_collectives(
 ) -> tuple[schedules.Collective, ...]:
     """Lists what one device sends for the layer in one direction, by the formulas."""
     return schedules.collectives(
-        context.strategy, context.degrees, layer.shape(), direction, traffic_options(context, layer)
+        context.strategy, context.degrees, layer.shape(), direction, layer.traffic_options(context)
     )
 
 
@@ -126,18 +180,39 @@ def expected_collectives(
     return totals
 
 
-def traffic_options(context: ContextParallel, layer: AttentionLayer) -> schedules.Options:
-    """What else the formulas are told about a strategy: halo, hops and groups of heads."""
-    degrees, layout = context.degrees, context.layout_object
-    tokens = layer.seq_len // degrees.sequence
-    halo: tuple[int, ...] = ()
-    if context.strategy == "halo":
-        transfers = schedules.halo_transfers(layout, degrees.sequence, tokens, layer.mask)
-        halo = tuple(transfer.tokens for transfer in transfers)
-    hops = None
-    if "positions" not in layer.metadata:
-        hops = schedules.reach_hops(layout, degrees.sequence, tokens, layer.mask)
-    return schedules.Options(hops, context.head_groups, halo)
+def _layer_forward(
+    context: ContextParallel, layer: AttentionLayer, kernel: str | Kernel
+) -> tuple[Callable[..., tuple[jax.Array, jax.Array]], dict[str, Any], dict[str, Any]]:
+    """`(out, lse)` as a function of what is differentiated and of what is not; and these."""
+    operands = _operands(context, layer)
+    labels = {name: _rows(context, layer, dtype="int32") for name in layer.metadata}
+    if layer.mask.given_ranges:
+        labels["key_ranges"] = _rows(context, layer, layer.mask.given_ranges, 2, dtype="int32")
+    attend: Any = attention if layer.latent is None else latent_attention
+
+    def forward(operands: dict[str, Any], labels: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return attend(
+            operands["query"], *operands["keys"], sinks=operands.get("sinks"), mask=layer.mask,
+            context=context, return_lse=True, kernel=kernel, **labels,
+        )  # fmt: skip
+
+    return forward, operands, labels
+
+
+def _dout(context: ContextParallel, layer: AttentionLayer) -> jax.ShapeDtypeStruct:
+    return _rows(context, layer, layer.num_heads, layer.value_dim)
+
+
+def _sharded_like(context: ContextParallel, saved: Any, lse: Any) -> jax.ShapeDtypeStruct:
+    """What forward leaves for backward, as it lies: rows first, or as the log-sum-exp does."""
+    batch, sequence = context.partition_spec(2)
+    spec = PartitionSpec()
+    if saved.shape == lse.shape:
+        spec = PartitionSpec(batch, None, sequence)
+    elif saved.shape[:2] == (lse.shape[0], lse.shape[2]):
+        spec = context.partition_spec(saved.ndim)
+    sharding = NamedSharding(context.mesh, spec)
+    return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
 
 
 def _operands(context: ContextParallel, layer: AttentionLayer) -> dict[str, Any]:

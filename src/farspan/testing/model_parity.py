@@ -116,6 +116,7 @@ def unsplit(config: TrainConfig) -> TrainConfig:
         context_parallel_ulysses_size=0,
         context_parallel_outer_size=1,
         context_parallel_head_groups=1,
+        context_parallel_ring_streams=1,
         context_parallel_load_balance="contiguous",
         data_parallel_size=1,
         fsdp_parallel_size=1,

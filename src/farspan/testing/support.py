@@ -103,6 +103,7 @@ CHOICES: dict[str, dict[str, Value]] = {
         "dropout": Value({"dropout_rate": 0.3, "sinks": True}),
     },
     "head groups": {str(n): Value(context={"head_groups": n}) for n in (1, 2)},
+    "ring streams": {str(n): Value(context={"ring_streams": n}) for n in (1, 2)},
     "mesh": {
         "ring 2 x ulysses 2": _mesh(1, 2, 2),
         "ring 4": _mesh(1, 4, 1),
@@ -116,8 +117,8 @@ CHOICES: dict[str, dict[str, Value]] = {
 }
 USUAL = {
     "mask": "causal", "layout": "zigzag", "heads": "GQA", "documents": "packed, with padding",
-    "scores": "plain", "head groups": "1", "mesh": "ring 2 x ulysses 2", "dtype": "float32",
-    "kernel": "xla",
+    "scores": "plain", "head groups": "1", "ring streams": "1", "mesh": "ring 2 x ulysses 2",
+    "dtype": "float32", "kernel": "xla",
 }  # fmt: skip
 """What is chosen where nothing else is said."""
 
@@ -162,7 +163,8 @@ def _refusal(selection: tuple[tuple[str, str], ...]) -> str | None:
         schedules.check_combination(
             strategy, degrees, layout, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
             seq_len=case.seq_len, mask=case.mask, head_groups=int(chosen["head groups"]),
-            latent=case.latent is not None, places_given=case.restart_positions,
+            ring_streams=int(chosen["ring streams"]), latent=case.latent is not None,
+            places_given=case.restart_positions,
         )  # fmt: skip
     except ValueError as error:
         return str(error)

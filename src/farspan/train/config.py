@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -51,6 +52,9 @@ class ParallelConfig:
         outer ring over slow links, around rings over fast ones; 1: one ring.
       context_parallel_head_groups: Groups into which all_gather and ulysses cut the heads: the next
         group's keys are on their way while one group attends. 1: all heads at once.
+      context_parallel_ring_streams: Parts of a visitor that ring and usp send at once, each over
+        other links: 2 both ways round a ring of chips, 4 and 6 over two and three rings of a torus
+        that share no link.
       context_parallel_load_balance: Which tokens of a row each device holds. Under a causal mask
         zigzag and striped give every device the same work for one document; balanced solves for the
         documents of each batch; contiguous does neither.
@@ -64,6 +68,7 @@ class ParallelConfig:
     context_parallel_ulysses_size: int = 0
     context_parallel_outer_size: int = 1
     context_parallel_head_groups: int = 1
+    context_parallel_ring_streams: int = 1
     context_parallel_load_balance: Literal["contiguous", "zigzag", "striped", "balanced"] = "zigzag"
     data_parallel_size: int = 1
     fsdp_parallel_size: int = 1
@@ -136,6 +141,7 @@ _AT_LEAST_ONE = (
     ("parallel", "context_parallel_size"),
     ("parallel", "context_parallel_outer_size"),
     ("parallel", "context_parallel_head_groups"),
+    ("parallel", "context_parallel_ring_streams"),
     ("parallel", "data_parallel_size"),
     ("parallel", "fsdp_parallel_size"),
     ("", "steps"),
@@ -210,6 +216,19 @@ def fresh_run_dir(name: str) -> str:
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The configuration as nested dictionaries of JSON values."""
     return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that `to_dict` wrote."""
+    fields = dict(values)
+    for name, part in (
+        ("model", DecoderConfig),
+        ("data", DataConfig),
+        ("parallel", ParallelConfig),
+        ("optimizer", OptimizerConfig),
+    ):
+        fields[name] = part(**fields[name])
+    return TrainConfig(**fields)
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:

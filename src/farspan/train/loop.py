@@ -16,6 +16,7 @@ from farspan.plan.hardware import find_chip
 from farspan.train.checkpoint import Checkpoints
 from farspan.train.config import TrainConfig, fresh_run_dir, to_dict, validate
 from farspan.train.feed import Feed
+from farspan.train.fit import check_state_fits
 from farspan.train.interrupt import StopRequest, stop_on_signals
 from farspan.train.metrics import Meter, MetricsFile, StepRecord
 from farspan.train.progress import Reporter
@@ -79,6 +80,7 @@ def run(config: TrainConfig) -> RunResult:
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         setup = build_setup(config)
+        check_state_fits(setup)
         checkpoints = stack.enter_context(Checkpoints(run_dir, config.keep_checkpoints))
         done = _announce_resume(config, checkpoints, reporter)
         with reporter.phase(f"loading data ({config.data.data})"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from farspan import schedules
 from farspan.context import ContextParallel
-from farspan.dist import ContextSizes, ensure_devices, make_mesh
+from farspan.dist import AXES, ContextSizes, ensure_devices, make_mesh, order_devices
 from farspan.layouts import get_layout
 from farspan.masks import Causal, Mask, SlidingWindow
 from farspan.models import DecoderConfig
@@ -56,12 +58,15 @@ def context_degrees(parallel: ParallelConfig, model: DecoderConfig) -> tuple[str
     return strategy, sizes
 
 
-def make_context(parallel: ParallelConfig, model: DecoderConfig) -> ContextParallel:
+def make_context(
+    parallel: ParallelConfig, model: DecoderConfig, devices: Sequence[Any] | None = None
+) -> ContextParallel:
     """Builds the mesh and checks that the combination is possible, before anything is compiled.
 
     Args:
       parallel: Parallel sizes; their product is the number of devices used.
       model: The decoder.
+      devices: The devices to choose from; by default those of this machine.
 
     Returns:
       The context-parallel choice with its mesh.
@@ -77,14 +82,20 @@ def make_context(parallel: ParallelConfig, model: DecoderConfig) -> ContextParal
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_groups=parallel.context_parallel_head_groups,
+        ring_streams=parallel.context_parallel_ring_streams,
     )
     data, fsdp = parallel.data_parallel_size, parallel.fsdp_parallel_size
-    ensure_devices(parallel.context_parallel_size * data * fsdp)
+    if devices is None:
+        ensure_devices(parallel.context_parallel_size * data * fsdp)
+    else:
+        axes: dict[str, Any] = {"data": data, "fsdp": fsdp, **sizes}
+        devices = order_devices(devices, dict.fromkeys(AXES, 1) | axes)
     return ContextParallel(
-        make_mesh(data=data, fsdp=fsdp, **sizes),
+        make_mesh(data=data, fsdp=fsdp, **sizes, devices=devices),
         strategy,
         parallel.context_parallel_load_balance,
         parallel.context_parallel_head_groups,
+        parallel.context_parallel_ring_streams,
     )
 
 
@@ -122,7 +133,9 @@ def layer_kinds(model: DecoderConfig, context: ContextParallel) -> dict[int | No
             mask = Causal() & SlidingWindow(window - 1, 0)
             name = schedules.window_strategy(context.strategy, context.layout_object)
             if name != context.strategy:
-                of_window = dataclasses.replace(context, strategy=name, head_groups=1)
+                of_window = dataclasses.replace(
+                    context, strategy=name, head_groups=1, ring_streams=1
+                )
         layers = found[window].layers if window in found else 0
         found[window] = LayerKind(mask, of_window, layers + 1)
     return found

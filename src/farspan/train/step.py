@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from farspan import schedules
 from farspan.context import ContextParallel, Placement, attention, solve_rows
 from farspan.data.batch import Batch
 from farspan.dist.sharding import parameter_shardings, parameter_spec
@@ -168,14 +170,10 @@ class TrainSetup:
             return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
 
         placement = None
-        solved = self.context.layout == "balanced"
-        if solved or (self.config.data.packing and self._has_ring):
-            index = split(orders) if solved else None
+        if self._places_rows:
+            index = split(orders) if self._orders_rows else None
             repeated = jax.tree.map(lambda x: np.full(parts, x, np.int32), hops)
-            placement = Placement(
-                index, repeated, masks, self.context.layout, self.context.degrees.sequence,
-                self.seq_len,
-            )  # fmt: skip
+            placement = self._placement(index, repeated, masks)
         return DeviceBatch(
             tokens=put(batch.tokens, 0),
             labels=put(batch.labels, IGNORE_LABEL),
@@ -183,6 +181,26 @@ class TrainSetup:
             positions=put(batch.positions, 0),
             placement=placement,
         )
+
+    def abstract_batch(self) -> DeviceBatch:
+        """Shapes, dtypes and shardings of what `place` returns."""
+        parts = self.config.gradient_accumulation_steps
+        spec = PartitionSpec(None, *self.context.partition_spec(2))
+        rows = jax.ShapeDtypeStruct(
+            (parts, self.config.batch_size // parts, self.seq_len), jnp.int32,
+            sharding=NamedSharding(self.mesh, spec),
+        )  # fmt: skip
+        placement = None
+        if self._places_rows:
+            hop = jax.ShapeDtypeStruct((parts,), jnp.int32)
+            hops = (schedules.Hops(hop, hop),) * len(self._masks)
+            index = rows if self._orders_rows else None
+            placement = self._placement(index, hops, tuple(self._masks))
+        return DeviceBatch(rows, rows, rows, rows, placement)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """Lowers `step` for the devices of the mesh; nothing is allocated."""
+        return self._step.lower(self.abstract_state(), self.abstract_batch())
 
     def step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict[str, Array]]:
         """Takes one optimizer step; the old state's buffers are used up.
@@ -227,6 +245,22 @@ class TrainSetup:
         tokens = int((batch.segment_ids != PAD_SEGMENT_ID).sum())
         attending = 12 * pairs * model.num_heads * model.head_dim
         return 6 * model.matmul_parameters * tokens + attending
+
+    @property
+    def _orders_rows(self) -> bool:
+        """Whether the order of a row's tokens comes with the batch."""
+        return self.context.layout == "balanced"
+
+    @property
+    def _places_rows(self) -> bool:
+        """Whether a placement comes with the batch."""
+        return self._orders_rows or (self.config.data.packing and self._has_ring)
+
+    def _placement(
+        self, index: Any, hops: tuple[schedules.Hops, ...], masks: tuple[Mask, ...]
+    ) -> Placement:
+        shards = self.context.degrees.sequence
+        return Placement(index, hops, masks, self.context.layout, shards, self.seq_len)
 
     @property
     def _masks(self) -> dict[Mask, int]:
@@ -289,11 +323,12 @@ class TrainSetup:
         return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def build_setup(config: TrainConfig) -> TrainSetup:
+def build_setup(config: TrainConfig, devices: Sequence[Any] | None = None) -> TrainSetup:
     """Builds what a run needs on the devices.
 
     Args:
       config: The run.
+      devices: The devices to choose from; by default those of this machine.
 
     Returns:
       The set-up; nothing large is allocated or compiled yet.
@@ -301,7 +336,7 @@ def build_setup(config: TrainConfig) -> TrainSetup:
     Raises:
       ValueError: If the combination of sizes is not possible, or the devices are too few.
     """
-    context = make_context(config.parallel, config.model)
+    context = make_context(config.parallel, config.model, devices)
     _check_loops_are_ordered(config, context)
     rows = config.batch_size // config.gradient_accumulation_steps
     if rows % context.batch_shards:
