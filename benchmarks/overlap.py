@@ -50,6 +50,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "ring": ({"strategy": "ring"}, {}),
     "ring_2_streams": ({"strategy": "ring", "ring_streams": 2}, {}),
     "ring_4_streams": ({"strategy": "ring", "ring_streams": 4}, {}),
+    "ring_6_streams": ({"strategy": "ring", "ring_streams": 6}, {}),
     "usp": ({"strategy": "usp"}, {"cp_ulysses": 2}),
     "ring_of_rings": ({"strategy": "ring"}, {"cp_ring_outer": 2}),
     "all_gather_groups": ({"strategy": "all_gather", "head_groups": 4}, {}),

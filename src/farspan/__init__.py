@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         unshard_sequence,
     )
     from farspan.dist import make_mesh
-    from farspan.kernels import XlaKernel
+    from farspan.kernels import SplashKernel, XlaKernel
     from farspan.masks import (
         BlockCausal,
         Causal,
@@ -48,6 +48,7 @@ _HOMES = {
     "Placement": "farspan.context",
     "PrefixLM": "farspan.masks",
     "SlidingWindow": "farspan.masks",
+    "SplashKernel": "farspan.kernels",
     "XlaKernel": "farspan.kernels",
     "attention": "farspan.context",
     "attention_fn": "farspan.context",
@@ -73,6 +74,7 @@ __all__ = [
     "Placement",
     "PrefixLM",
     "SlidingWindow",
+    "SplashKernel",
     "XlaKernel",
     "attention",
     "attention_fn",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import farspan
 from farspan.kernels import KERNELS, Scores, SplashKernel, XlaKernel, get_kernel
+from farspan.kernels.tpu import fitting_block
 from farspan.masks import Tokens
 from farspan.plan.hlo import instructions
 from farspan.testing import AttentionCase, attention_parity
@@ -227,6 +228,17 @@ def test_splash_lists_of_millions_of_keys_hold_as_many_entries_as_blocks():
     assert [len(row) for row in rows] == list(range(earlier + 1, count // block + 1))
     assert [row[-1] for row in rows] == [(n, 0) for n in range(earlier, count // block)]
     assert all(whole for row in rows for _, whole in row[:-1])
+
+
+@pytest.mark.parametrize(
+    ("length", "block"),
+    [(1, 128), (300, 384), (1024, 1024), (1025, 128), (1280, 256), (3000, 1024), (3072, 1024),
+     (2**17, 1024), (2**17 + 128, 1024)],
+)  # fmt: skip
+def test_blocks_pad_a_length_by_little(length, block):
+    found = fitting_block(length, 1024)
+    assert found == block
+    assert -length % found <= max(127, length // 8)
 
 
 def test_splash_refuses_types_and_blocks_that_a_tpu_has_not():

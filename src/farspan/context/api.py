@@ -115,7 +115,8 @@ def attention(
       placement: From `farspan.place_rows`: needed by the layout `balanced`; with any layout, a ring
         then makes only the hops that the batch needs (all of them with explicit `positions`, for
         which hops are not known).
-      kernel: `auto`, `xla`, `reference`, or a kernel object.
+      kernel: `auto` (`splash` on TPU, else `xla`), `xla`, `splash`, `reference`, or a kernel
+        object.
 
     Returns:
       `out`, `[B, S, H, Dv]`, of the query's dtype; or `(out, lse)`, lse float32 `[B, H, S]`
@@ -207,7 +208,9 @@ def _attend(
     context, placement = options.get("context"), options.get("placement")
     plan = Plan(
         context,
-        get_kernel(options.get("kernel", "auto")),
+        get_kernel(
+            options.get("kernel", "auto"), query.dtype, None if context is None else context.mesh
+        ),
         mask,
         float(head_dim**-0.5 if scale is None else scale),
         cap,

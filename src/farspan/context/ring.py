@@ -215,8 +215,8 @@ class Ring:
 
         def far(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
-            arriving = self._shift(visitor, -direction)
-            return step(arriving, visitor, self._shift(gradients, -direction), host)
+            arriving, gathered = self._shift(visitor, -direction, gradients)
+            return step(arriving, visitor, gathered, host)
 
         def near(_: Array, carry: Any) -> Any:
             visitor, gradients, host = carry
@@ -244,20 +244,26 @@ class Ring:
     def _hops(self) -> Hops:
         return Hops(self.degree - 1, 0) if self.hops is None else self.hops
 
-    def _shift(self, x: Any, distance: int) -> Any:
-        """Sends to the device `distance` further along the ring; receives likewise."""
-        if not isinstance(x, (Keys, Queries)):
-            return self._send(x, distance)
-        bare = dataclasses.replace(x, slots=dataclasses.replace(x.slots, shards=None))
-        moved = self._send(bare, distance)
-        shards = self._came_from(x.slots.shards, distance)
-        return dataclasses.replace(moved, slots=dataclasses.replace(moved.slots, shards=shards))
+    def _shift(self, x: Any, distance: int, beside: Any = None) -> Any:
+        """Sends to the device `distance` further along the ring; receives likewise.
+
+        Returns:
+          What arrives; with `beside`, a pair of it and what arrives of `beside`.
+        """
+        bare, shards = x, None
+        if isinstance(x, (Keys, Queries)):
+            shards = self._came_from(x.slots.shards, distance)
+            bare = dataclasses.replace(x, slots=dataclasses.replace(x.slots, shards=None))
+        moved, also = self._send((bare, beside), distance)
+        if isinstance(x, (Keys, Queries)):
+            moved = dataclasses.replace(
+                moved, slots=dataclasses.replace(moved.slots, shards=shards)
+            )
+        return moved if beside is None else (moved, also)
 
     def _send(self, x: Any, distance: int) -> Any:
         if self.streams is not None:
-            token_axes = jax.tree.map(lambda _: 1, x)
-            if isinstance(x, Queries):
-                token_axes = dataclasses.replace(token_axes, lse=2, delta=2)
+            token_axes = jax.tree.map(_token_axes, x, is_leaf=lambda x: isinstance(x, Queries))
             return send_in_streams(x, token_axes, self.axes, self.streams, distance)
         pairs = [(r, (r + distance) % self.degree) for r in range(self.degree)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
@@ -322,6 +328,12 @@ def _visitor(queries: Queries, keys: Keys) -> str:
         labels=shared,
         query_labels=ranges,
     )
+
+
+def _token_axes(x: Any) -> Any:
+    """The dimension that counts tokens, of an array or of each array of queries."""
+    axes = jax.tree.map(lambda _: 1, x)
+    return dataclasses.replace(axes, lse=2, delta=2) if isinstance(x, Queries) else axes
 
 
 def _is_zero(hops: Any) -> bool:

@@ -31,16 +31,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from farspan.kernels import splash_pallas
 from farspan.kernels.base import Scores
 from farspan.kernels.splash_pallas import LOG2E, Spec
-from farspan.kernels.tpu import chip_of_program, default_blocks
+from farspan.kernels.tpu import LANES, chip_of_program, default_blocks, fitting_block
 from farspan.masks import Tokens, classify, key_extents, query_extents
 from farspan.masks.base import UNBOUNDED
-
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class SplashKernel:
     """The TPU kernel; on other platforms it runs in Pallas's interpreter, slowly.
 
     Attributes:
-      query_block: Queries per block in forward; a multiple of 128. None: by chip and shape.
+      query_block: Queries per block in forward, at most; a multiple of 128. None: by the chip.
       key_block: Keys per block in forward, likewise.
       backward_query_block: Queries per block in backward, likewise.
       backward_key_block: Keys per block in backward, likewise.
@@ -65,11 +64,15 @@ class SplashKernel:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             size = getattr(self, field.name)
-            if field.name.endswith("_block") and size is not None and (size < 1 or size % _LANES):
+            if field.name.endswith("_block") and size is not None and (size < 1 or size % LANES):
                 raise ValueError(
-                    f"SplashKernel: {field.name} must be a positive multiple of {_LANES}, got "
-                    f"{size}"
+                    f"SplashKernel: {field.name} must be a positive multiple of {LANES}, got {size}"
                 )
+
+    @staticmethod
+    def takes(dtype: DTypeLike) -> bool:
+        """Whether the kernel takes queries, keys and values of a type."""
+        return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
 
     def forward(
         self,
@@ -141,30 +144,26 @@ class SplashKernel:
         *,
         backward: bool,
     ) -> _Grid:
-        if query.dtype not in (jnp.bfloat16, jnp.float32):
+        if not self.takes(query.dtype):
             raise ValueError(
                 f"splash: queries, keys and values must be bfloat16 or float32, got {query.dtype}; "
                 'cast them, or use kernel="xla"'
             )
         chip = chip_of_program()
-        *blocks, chunk = default_blocks(chip, query.shape[-1], backward=backward)
+        blocks = default_blocks(chip)
         chosen = (
             (self.backward_query_block, self.backward_key_block)
             if backward
             else (self.query_block, self.key_block)
         )
-        query_block, key_block = (
-            min(mine or best, _round_up(length))
-            for mine, best, length in zip(
-                chosen, blocks, (query.shape[1], key.shape[1]), strict=True
-            )
-        )
+        query_block = fitting_block(query.shape[1], chosen[0] or blocks.query)
+        key_block = fitting_block(key.shape[1], chosen[1] or blocks.key)
         batch, kv_heads = query.shape[0], key.shape[2]
         return _Grid.make(
             batch, query_tokens, key_tokens, scores,
             query_block=query_block,
             key_block=key_block,
-            chunk=math.gcd(query_block, chunk),
+            chunk=math.gcd(query_block, blocks.chunk),
             splits=2 if backward and batch * kv_heads % 2 else 1,
             exact=query.dtype.itemsize >= 4,
             interpret=chip is None if self.interpret is None else self.interpret,
@@ -275,10 +274,6 @@ def _pad(x: Array, multiple: int, axis: int) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, widths)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _LANES) * _LANES
 
 
 def _first(ranges: Array | None) -> Array | None:

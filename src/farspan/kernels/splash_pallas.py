@@ -20,13 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from farspan.kernels.dropout import Dropout
+from farspan.kernels.tpu import LANES
 from farspan.types import PAD_SEGMENT_ID
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
 """A score no visible pair has; finite, so that it cancels without NaN."""
 
-_LANES = 128
 _VMEM_BYTES = 60 * 2**20
 _NN = (((1,), (0,)), ((), ()))
 _NT = (((1,), (1,)), ((), ()))
@@ -108,8 +108,8 @@ class _Pairs:
 
     def key_column(self, number: int) -> Array:
         """One row of the keys' info as columns, `[keys, queries]`."""
-        row = jnp.broadcast_to(self.key_info[number : number + 1], (_LANES, self.spec.key_block))
-        return jnp.tile(row.T, (1, self.query_info.shape[1] // _LANES))
+        row = jnp.broadcast_to(self.key_info[number : number + 1], (LANES, self.spec.key_block))
+        return jnp.tile(row.T, (1, self.query_info.shape[1] // LANES))
 
     @property
     def places(self) -> tuple[Array, Array]:

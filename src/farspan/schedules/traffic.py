@@ -135,7 +135,8 @@ def collectives(
     """Lists what one device sends for one attention layer.
 
     Partial outputs and gradients are merged in float32, so gradients of keys and values travel
-    as 4 bytes an element in a ring, in a halo and in an all-gather's reduce-scatter.
+    as 4 bytes an element in a ring, in a halo and in an all-gather's reduce-scatter. Groups of
+    heads send by permutes what all heads at once do by whole collectives.
 
     Args:
       strategy: A name in `STRATEGIES`.
@@ -313,15 +314,30 @@ def _heads_inside(shape: AttentionShape, degrees: Degrees, options: Options) -> 
 def _all_gather(
     degrees: Degrees, shape: AttentionShape, direction: Direction, options: Options
 ) -> list[Collective]:
-    local = shape.batch * shape.seq_len // degrees.total
+    local, group = shape.batch * shape.seq_len // degrees.total, degrees.sequence
     elements = local * shape.key_elements(shape.num_kv_heads)
-    metadata, arrays = shape.metadata_arrays, 2 * options.head_groups
-    gathered = elements * shape.itemsize + metadata * local * 4
-    found = [Collective("all-gather", arrays + metadata, gathered, degrees.sequence)]
+    gathered, labels = elements * shape.itemsize, shape.metadata_arrays
+    if options.head_groups > 1:
+        ways, sent = 1, gathered * (group - 1)
+        if direction == "backward":
+            ways, sent = 2, sent + elements * 4 * (group - 1)
+        return [
+            _parcels(ways, sent, group, options),
+            Collective("all-gather", labels, labels * local * 4, group),
+        ]
+    found = [Collective("all-gather", 2 + labels, gathered + labels * local * 4, group)]
     if direction == "backward":
-        scattered = elements * 4 * degrees.sequence
-        found.append(Collective("reduce-scatter", arrays, scattered, degrees.sequence))
+        found.append(Collective("reduce-scatter", 2, elements * 4 * group, group))
     return found
+
+
+def _parcels(ways: int, sent_bytes: int, group: int, options: Options) -> Collective:
+    """What groups of heads send: to each other device one permute for all that comes for a group.
+
+    Another, if there are two ways, for all that goes home.
+    """
+    count = ways * options.head_groups * (group - 1)
+    return Collective("collective-permute", count, sent_bytes, group)
 
 
 def _rings(
@@ -365,9 +381,7 @@ def _ring(
     elements = shape.key_elements(_heads_inside(shape, degrees, options))
     metadata = shape.metadata_arrays
     per_token = elements * shape.itemsize + metadata * 4
-    streams = options.streams
-    together = 1 if streams > 1 else 2  # arrays of one type travel as one in streams
-    arrays = together + metadata
+    arrays, in_stream = 2 + metadata, transfers * (1 + metadata)  # keys and values as one
     if direction == "backward":
         heads = shape.num_heads // degrees.heads
         query, out = heads * shape.head_dim, heads * shape.value_dim
@@ -377,13 +391,16 @@ def _ring(
             itemsize=shape.itemsize, labels=metadata, query_labels=query_numbers - metadata,
         )  # fmt: skip
         if visitor == "keys":
-            per_token, arrays = per_token + elements * 4, arrays + together
+            per_token, arrays, joined = per_token + elements * 4, arrays + 2, elements
         else:
             per_token = (query + out) * shape.itemsize + 8 * heads + query_numbers * 4 + query * 4
-            arrays = together + 2 + query_arrays + 1
-    return Collective(
-        "collective-permute", transfers * arrays * streams, transfers * tokens * per_token, group
-    )
+            arrays, joined = 4 + query_arrays + 1, query + out
+            in_stream += 2 * transfers
+        # In a stream, gradients travel as one with the visitor that follows, if one does.
+        apart = shape.itemsize == 2 and joined % 2
+        in_stream += transfers if apart else min(transfers, 2)
+    count = transfers * arrays if options.streams == 1 else options.streams * in_stream
+    return Collective("collective-permute", count, transfers * tokens * per_token, group)
 
 
 def _halo(
@@ -427,6 +444,8 @@ def _head_exchange(
         if direction == "backward":  # replicas are summed in float32
             operand += elements * (shape.itemsize if replicas == 1 else 4)
             count += 2
-    exchanged = Collective("all-to-all", count * options.head_groups, operand, degrees.heads)
+    exchanged = Collective("all-to-all", count, operand, degrees.heads)
+    if options.head_groups > 1:
+        exchanged = _parcels(2, exchanged.sent_bytes, degrees.heads, options)
     labels = [Collective("all-gather", n, size, degrees.heads) for n, size in gathered]
     return [exchanged, *labels, *scattered]
