@@ -14,6 +14,7 @@ kernel is launched between its start and its end. Nothing is run, and nothing is
                 first kernel needs and what the last one makes are not.
     hidden      those that a kernel does run beside
     sent        MB (1e6 bytes) that leave the device, and how much of it is hidden
+    link        MB on the busiest direction of a link of the slice, of what permutes send
     stacked     MB of the largest buffer that holds one part for each device of the ring
 
     all_gather, ulysses          all devices as one group; `_groups`: heads in groups
@@ -38,6 +39,7 @@ from typing import Any
 
 from provenance import headline, provenance
 
+from farspan.dist import link_bytes, wrapped_axes
 from farspan.plan import hlo
 from farspan.plan.aot import compile_program, compiler_available
 from farspan.plan.dataflow import hideable_transfers
@@ -147,6 +149,7 @@ def _measure(options: argparse.Namespace, way: str, direction: str) -> dict[str,
         {"strategy": way, "direction": direction}
         | _counts(text, ring)
         | {
+            "busiest_link_bytes": _busiest_link(text, options.hardware, compiled.chips),
             "kernel_launches": sum(kernel.launches for kernel in compiled.kernels),
             "compile_seconds": round(compiled.compile_seconds, 1),
         }
@@ -168,6 +171,18 @@ def _counts(text: str, ring: int) -> dict[str, Any]:
     }
 
 
+def _busiest_link(text: str, hardware: str, chips: Sequence[tuple[int, ...]]) -> int:
+    """Bytes on the busiest direction of a link, over all runs of all permutes."""
+    where = get_slice(hardware)
+    wrap = wrapped_axes(where.chip.device_kinds[0], where.shape)
+    sends = (
+        (chips[source], chips[target], found.count * found.operand_bytes)
+        for found in hlo.transfers(text)
+        for source, target in found.pairs
+    )
+    return max(link_bytes(sends, where.shape, wrap).values(), default=0)
+
+
 class _Progress:
     """Says on standard error what is going on, at each phase and every ten seconds."""
 
@@ -181,15 +196,17 @@ class _Progress:
         self._last = now
 
 
-_LINE = "{:18} {:8} {:>9} {:>8} {:>7} {:>9} {:>9} {:>8} {:>8}  {}"
+_LINE = "{:18} {:8} {:>9} {:>8} {:>7} {:>9} {:>9} {:>8} {:>8} {:>8}  {}"
+_SIZES = ("bytes", "hidden_bytes", "busiest_link_bytes", "stacked_bytes")
 _HEADS = (
-    "strategy", "", "transfers", "hideable", "hidden", "sent", "hidden", "stacked", "launches",
+    "strategy", "", "transfers", "hideable", "hidden", "sent", "hidden", "link", "stacked",
+    "launches",
     "collectives (hidden)",
 )  # fmt: skip
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    sizes = [f"{row[name] / 1e6:,.1f}" for name in ("bytes", "hidden_bytes", "stacked_bytes")]
+    sizes = [f"{row[name] / 1e6:,.1f}" for name in _SIZES]
     kinds = (f"{count} {kind} ({hidden})" for kind, (count, hidden) in row["collectives"].items())
     counts = [row[f"{name}transfers"] for name in ("", "hideable_", "hidden_")]
     print(

@@ -138,6 +138,8 @@ class CompileReport:
       out_of_memory: The compiler's complaint if it does not fit.
       collectives: What it sends, by kind.
       kernels: The kernels that it launches.
+      chips: Where the chip of each device stands in the slice, in the order in which the program
+        numbers devices; empty if the program takes no array that is sharded over a mesh.
     """
 
     program: str
@@ -152,6 +154,7 @@ class CompileReport:
     out_of_memory: OutOfMemory | None
     collectives: tuple[hlo.Overlap, ...]
     kernels: tuple[hlo.KernelLaunches, ...]
+    chips: tuple[tuple[int, ...], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -175,6 +178,7 @@ class CompileReport:
         fields["out_of_memory"] = lack
         fields["collectives"] = tuple(hlo.Overlap(**row) for row in fields["collectives"])
         fields["kernels"] = tuple(hlo.KernelLaunches(**row) for row in fields["kernels"])
+        fields["chips"] = tuple(map(tuple, fields["chips"]))
         return cls(**fields)
 
 
@@ -277,6 +281,7 @@ def _report(
         out_of_memory=lack,
         collectives=hlo.overlap(compiled) if compiled else (),
         kernels=hlo.kernel_launches(compiled) if compiled else (),
+        chips=tuple(map(tuple, answer.get("chips", ()))),
     )
 
 

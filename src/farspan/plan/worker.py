@@ -88,7 +88,11 @@ def _compile(request: Request, report: Callable[[str], None]) -> dict[str, Any]:
     text: Any = compiled.as_text()
     Path(request["hlo_file"]).write_text(text, encoding="utf-8")
     found: Any = compiled.memory_analysis()
+    shardings: list[Any] = jax.tree.leaves(compiled.input_shardings)
+    named = [each for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
+    ordered: Any = named[0].mesh.devices if named else None
     return {
+        "chips": [list(device.coords) for device in ([] if ordered is None else ordered.flat)],
         "memory": {ours: getattr(found, theirs) for ours, theirs in MEMORY_FIELDS.items()},
         "lower_seconds": lowered_at - start,
         "compile_seconds": done - lowered_at,
