@@ -590,7 +590,7 @@ def _by_eights(x: Array) -> Array:
     return x.reshape(-1, 8, x.shape[1])
 
 
-def _shared(x: Array, row: Any) -> Any:
+def _shared(x: Any, row: Any) -> Any:
     """Row of an array whose rows may be shared, `[B or 1, ...]`."""
     return row if x.shape[0] > 1 else 0
 
