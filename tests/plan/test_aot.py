@@ -163,7 +163,7 @@ def test_the_compiler_ends_with_the_process_that_asked_for_it(
 ) -> None:
     script = (
         "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background lack it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job lacks it
         "from farspan.plan.aot import compile_program\n"
         "compile_program('aot_programs:endless', {}, 'v5p:2x2x1',\n"
         "    on_progress=lambda phase, _: print(phase, flush=True))\n"
