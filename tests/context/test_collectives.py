@@ -102,7 +102,8 @@ def test_a_rings_memory_does_not_grow_with_its_degree():
         shapes = {dims for found in instructions(compiled.as_text()) for _, dims in found.shapes}
         whole = [s for s in shapes if local * degree in s and len(s) > 2]
         assert not whole, whole
-    assert sizes[0] <= sizes[1] == sizes[2], sizes  # two devices have no visiting keys to pass on
+    assert sizes[0] <= sizes[1], sizes  # two devices have no visiting keys to pass on
+    assert abs(sizes[1] - sizes[2]) < 1024, sizes  # beside loop counters
 
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring", "usp"])

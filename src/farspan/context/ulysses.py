@@ -19,14 +19,15 @@ Source: DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from farspan.context.base import Axes, Call, Gradients, Keys, Partial, Queries, Slots
+from farspan.context.base import Axes, Call, Gradients, Keys, Partial, Queries, Slots, part_of
+from farspan.context.parcels import Parcel, Parcels, pack, rows_by_shift, unpack, unpack_rows
 from farspan.schedules import kv_replicas
 
 
@@ -41,6 +42,7 @@ class Exchange:
 
     axes: Axes
     degree: int
+    brings_queries: ClassVar[bool] = True
 
     def bring_slots(self, call: Call, slots: Slots) -> tuple[Slots, Slots]:
         """See `Stage.bring_slots`: those of all tokens that the group's devices hold."""
@@ -96,17 +98,78 @@ class Exchange:
         )
         return Gradients(dquery, dkeys, dweights)
 
+    def parcels_out(self, queries: Queries, keys: Keys) -> Parcels:
+        """See `Stage.parcels_out`: the heads of each device, from all of this one's tokens."""
+        rows = [x.swapaxes(1, 2) for x in (queries.lse, queries.delta) if x is not None]
+        arrays = [x for x in (queries.query, queries.dout) if x is not None]
+        arrays += [jnp.repeat(x, self._replicas(x), axis=2) for x in keys.arrays] + rows
+        me = lax.axis_index(self.axes)
+        return {
+            shift: pack(*(part_of(x, (me - shift) % self.degree, self.degree, 2) for x in arrays))
+            for shift in range(self.degree)
+        }
+
+    def brought(self, arrived: Parcels, queries: Queries) -> tuple[Queries, Keys]:
+        """See `Stage.brought`."""
+        query, *others = unpack_rows(arrived)
+        if queries.dout is None:
+            return Queries(query, queries.slots), Keys(tuple(others), queries.slots)
+        dout, *arrays, lse, delta = others
+        rows = (x.swapaxes(1, 2) for x in (lse, delta))
+        return Queries(query, queries.slots, dout, *rows), Keys(tuple(arrays), queries.slots)
+
+    def parcels_home(self, found: Any, own: tuple[Queries, Keys]) -> tuple[Parcels, Any]:
+        """See `Stage.parcels_home`: each device's tokens, from all of this one's heads."""
+        queries, keys = own
+        if isinstance(found, Gradients):
+            arrays = [found.query.astype(queries.query.dtype)]
+            arrays += [
+                dx.astype(x.dtype) if self._replicas(x) == 1 else dx
+                for dx, x in zip(found.keys, keys.arrays, strict=True)
+            ]
+        else:
+            out, lse = found
+            arrays = [out.astype(queries.query.dtype), lse.swapaxes(1, 2)]
+        return rows_by_shift(arrays, range(self.degree)), None
+
+    def taken_home(self, arrived: Parcels, stayed: Any, own: tuple[Queries, Keys]) -> Any:
+        """See `Stage.taken_home`."""
+        del stayed
+        first, *others = self._heads_in_order(arrived)
+        queries, keys = own
+        if queries.dout is None:
+            return first, others[0].swapaxes(1, 2)
+        dkeys = tuple(self._sum_copies(dx, x) for dx, x in zip(others, keys.arrays, strict=True))
+        return Gradients(first, dkeys, ())
+
+    def _heads_in_order(self, arrived: Parcels) -> list[Array]:
+        """Joins the heads of all devices; those of device r - shift came at `shift`."""
+        me = lax.axis_index(self.axes)
+        batch, length, width = arrived[0].wire.shape
+        whole = jnp.zeros((batch, length, self.degree, width), arrived[0].wire.dtype)
+        for shift, parcel in arrived.items():
+            place = (me - shift) % self.degree
+            whole = lax.dynamic_update_slice_in_dim(whole, parcel.wire[:, :, None], place, 2)
+        flat = Parcel(whole.reshape(batch, length * self.degree, width), arrived[0].contents)
+        return [
+            x.reshape(batch, length, self.degree * x.shape[2], *x.shape[3:]) for x in unpack(flat)
+        ]
+
+    def _sum_copies(self, dx: Array, x: Array) -> Array:
+        replicas = self._replicas(x)
+        if replicas == 1:
+            return dx
+        return dx.reshape(*dx.shape[:2], -1, replicas, dx.shape[-1]).sum(3)
+
     def _return_keys(self, dx: Array, x: Array) -> Array:
         """Gradients of keys back to the devices that own them, summed over copies."""
         if self.degree == 1:
             return dx
         if x.ndim == 3:
             return lax.psum_scatter(dx, self.axes, scatter_dimension=1, tiled=True)
-        replicas = self._replicas(x)
-        if replicas == 1:  # complete: the rounding to the input's dtype may come before the wire
-            return self._join_heads(dx.astype(x.dtype))
-        dx = self._join_heads(dx)
-        return dx.reshape(*dx.shape[:2], -1, replicas, dx.shape[-1]).sum(3)
+        if self._replicas(x) == 1:  # complete: the rounding to x's type may come before the wire
+            dx = dx.astype(x.dtype)
+        return self._sum_copies(self._join_heads(dx), x)
 
     def _replicas(self, x: Array) -> int:
         """Copies of each kv head, so that every device's query heads find theirs beside them."""

@@ -150,10 +150,12 @@ def _attention_collectives(work: Workload) -> list[Collective]:
         for direction, times in passes:
             of_layer = schedules.collectives(context.strategy, degrees, shape, direction, options)
             found += [_times(each, times * layers.count) for each in of_layer]
-        # A forward that is run anew for backward needs no log-sum-exp: its return is dropped.
-        returned = work.part_tokens * work.model.num_heads * FLOAT32_BYTES
-        dropped = Collective("all-to-all", options.head_groups, returned, degrees.heads)
-        found.append(_times(dropped, -(forward - 1) * layers.count))
+        # A forward that is run anew for backward needs no log-sum-exp: its return is dropped,
+        # unless it comes with the output, as it does from groups of heads.
+        if options.head_groups == 1:
+            returned = work.part_tokens * work.model.num_heads * FLOAT32_BYTES
+            dropped = Collective("all-to-all", 1, returned, degrees.heads)
+            found.append(_times(dropped, -(forward - 1) * layers.count))
     return found
 
 

@@ -391,14 +391,13 @@ def _ring(
             itemsize=shape.itemsize, labels=metadata, query_labels=query_numbers - metadata,
         )  # fmt: skip
         if visitor == "keys":
-            per_token, arrays, joined = per_token + elements * 4, arrays + 2, elements
+            per_token, arrays = per_token + elements * 4, arrays + 2
         else:
             per_token = (query + out) * shape.itemsize + 8 * heads + query_numbers * 4 + query * 4
-            arrays, joined = 4 + query_arrays + 1, query + out
+            arrays = 4 + query_arrays + 1
             in_stream += 2 * transfers
         # In a stream, gradients travel as one with the visitor that follows, if one does.
-        apart = shape.itemsize == 2 and joined % 2
-        in_stream += transfers if apart else min(transfers, 2)
+        in_stream += min(transfers, 2)
     count = transfers * arrays if options.streams == 1 else options.streams * in_stream
     return Collective("collective-permute", count, transfers * tokens * per_token, group)
 
