@@ -17,6 +17,14 @@ from farspan.testing import AttentionCase, attention_parity, support
 FLOAT32_ROUNDING = 4e-7
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_in_less_time():
+    """Machine code need not be fast here; other tests run what is optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def name_of(selection):
     return "-".join(value.replace(" ", "_") for value in selection.values())
 

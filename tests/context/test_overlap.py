@@ -10,15 +10,18 @@ pytestmark = pytest.mark.skipif(
     not compiler_available(), reason="needs libtpu: pip install 'farspan[tpu]'"
 )
 SLICES = ["v5p:2x2x2", "tpu7x:2x2x1"]
+DIRECTIONS = ["forward", "backward"]
 # Eight devices. In groups each sends a parcel to seven others: first comes what the first kernel
 # needs, last goes what the last one has made.
 OTHERS = 7
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("strategy", "ulysses", "hardware"),
-    [(*way, where) for where in SLICES for way in [("ring", 1), ("usp", 2)]],
+    ("strategy", "ulysses", "hardware", "direction"),
+    [
+        *(("ring", 1, where, direction) for where in SLICES for direction in DIRECTIONS),
+        *(("usp", 2, where, "backward") for where in SLICES),
+    ],
 )
 def test_rings(strategy, ulysses, hardware, direction, tmp_path):
     sizes = {"cp_ring": 8 // ulysses, "cp_ulysses": ulysses}

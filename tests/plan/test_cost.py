@@ -114,7 +114,13 @@ SPLITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPLITS)
+OFTEN = ("ring of rings, save_attention", "usp 2 x 2 x data 2", "all_gather 4 in groups", "halos")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS],
+)
 def test_bytes_are_those_of_the_compiled_step(name):
     parallel, model = SPLITS[name]
     config = varied(parallel=parallel, model=model)
