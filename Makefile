@@ -63,7 +63,8 @@ check: lint typecheck test ## Every check but test-oldest
 bench: setup-run ## Hold the CPU kernel beside its peers: make bench ARGS=--quick
 	$(BIN)/python benchmarks/attention.py $(ARGS)
 
-aot-report: setup ## Compile whole steps for 64 TPU chips and write docs/aot (EXTRAS=train,tpu)
+aot-report: EXTRAS = train,tpu
+aot-report: setup ## Compile whole steps for 64 TPU chips and write docs/aot
 	$(BIN)/python benchmarks/aot_report.py $(ARGS)
 
 constraints: setup ## Resolve the newest versions into requirements/constraints.txt

@@ -110,13 +110,8 @@ def dense_attention_vjp(
         options = {"dropout_rate": dropout_rate, "dropout_seed": dropout_seed}
         kept = dense_dropout(np.broadcast_to(index, (batch, seq_len)), heads, options)
 
-    score, slope = np.einsum("bshd,bthd->bhst", q, k) * scale, np.float64(1)
-    if logits_soft_cap is not None:
-        squashed = np.tanh(score / logits_soft_cap)
-        score, slope = logits_soft_cap * squashed, 1 - squashed**2
-    if alibi_slopes is not None:
-        distance = np.abs(index[:, None, :, None] - index[:, None, None, :])
-        score = score - np.asarray(alibi_slopes, np.float64)[:, None, None] * distance
+    product = np.einsum("bshd,bthd->bhst", q, k) * scale
+    score, slope = _scores(product, index, logits_soft_cap, alibi_slopes)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
     weight, lse = _softmax(np.where(seen, score, -np.inf), sink)
     if segment is not None:
@@ -132,15 +127,24 @@ def dense_attention_vjp(
     delta = np.einsum("bshd,bshd->bhs", d_out, out) - d_lse
     dscore = weight * (dweight - delta[..., None]) * slope * scale
     by_group = (batch, seq_len, kv_heads, group, -1)
+    dquery = np.einsum("bhst,bthd->bshd", dscore, k)
+    dkey = np.einsum("bhst,bshd->bthd", dscore, q).reshape(by_group).sum(3)
+    dvalue = np.einsum("bhst,bshd->bthd", weight * kept, d_out).reshape(by_group).sum(3)
     sink_share = np.exp(sink[:, None] - np.where(sees, lse, np.inf))
-    return DenseResult(
-        out,
-        lse,
-        dquery=np.einsum("bhst,bthd->bshd", dscore, k),
-        dkey=np.einsum("bhst,bshd->bthd", dscore, q).reshape(by_group).sum(3),
-        dvalue=np.einsum("bhst,bshd->bthd", weight * kept, d_out).reshape(by_group).sum(3),
-        dsinks=None if sinks is None else -(sink_share * delta).sum((0, 2)),
-    )
+    dsinks = None if sinks is None else -(sink_share * delta).sum((0, 2))
+    return DenseResult(out, lse, dquery, dkey, dvalue, dsinks)
+
+
+def _scores(product: F64, index: Any, cap: float | None, slopes: Any | None) -> tuple[F64, F64]:
+    """Scores `[B, H, S, S]` from scaled products, and d(score) / d(scaled product)."""
+    score, slope = product, np.ones_like(product)
+    if cap is not None:
+        squashed = np.tanh(score / cap)
+        score, slope = cap * squashed, 1 - squashed**2
+    if slopes is not None:
+        distance = np.abs(index[:, None, :, None] - index[:, None, None, :])
+        score = score - np.asarray(slopes, np.float64)[:, None, None] * distance
+    return score, slope
 
 
 def _softmax(score: F64, sink: F64) -> tuple[F64, F64]:
