@@ -61,7 +61,6 @@ class TpuChip(Chip):
         each with two directions.
       link_bytes_per_second: Rate of one link in one direction.
       chips_per_pod: The largest slice.
-      chips_per_host: Chips of one host's process, 2 x 2 of them.
       host_bytes_per_chip: Memory of the host, over its chips.
       pcie_bytes_per_second_per_chip: Rate between host and chip in one direction, or None where it
         is not published.
@@ -78,7 +77,6 @@ class TpuChip(Chip):
     chips_per_pod: int
     host_bytes_per_chip: int
     pcie_bytes_per_second_per_chip: float | None
-    chips_per_host: int = 4
     topology_options: tuple[tuple[str, str], ...] = ()
 
 
@@ -164,11 +162,6 @@ class Slice:
     def num_devices(self) -> int:
         """JAX devices of the slice."""
         return self.num_chips * self.chip.devices_per_chip
-
-    @property
-    def num_hosts(self) -> int:
-        """Hosts of the slice, the last of which may have chips to spare."""
-        return -(-self.num_chips // self.chip.chips_per_host)
 
     @property
     def topology_options(self) -> dict[str, Any]:
