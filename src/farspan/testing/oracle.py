@@ -109,7 +109,6 @@ def dense_attention_vjp(
     if dropout_rate:
         options = {"dropout_rate": dropout_rate, "dropout_seed": dropout_seed}
         kept = dense_dropout(np.broadcast_to(index, (batch, seq_len)), heads, options)
-
     product = np.einsum("bshd,bthd->bhst", q, k) * scale
     score, slope = _scores(product, index, logits_soft_cap, alibi_slopes)
     sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
