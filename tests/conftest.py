@@ -1,6 +1,9 @@
 """Eight virtual CPU devices for every test, in each test process."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from typing import Any
 
 import hypothesis
@@ -15,6 +18,12 @@ NUM_DEVICES = 8
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+# Tokenised data of the tests, for all test processes, which inherit it; gone afterwards.
+if not os.environ.get("FARSPAN_TEST_CACHE_DIR"):
+    os.environ["FARSPAN_TEST_CACHE_DIR"] = tempfile.mkdtemp(prefix="farspan-test-")
+    atexit.register(shutil.rmtree, os.environ["FARSPAN_TEST_CACHE_DIR"], ignore_errors=True)
+os.environ["FARSPAN_CACHE_DIR"] = os.environ["FARSPAN_TEST_CACHE_DIR"]
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from farspan.data import ByteTokenizer, Document, Loader, build_batch, pack, unigram_loss
+from farspan.data import build_batch, make_loader, pack, unigram_loss
 
 
 def ids(*values):
@@ -25,17 +25,23 @@ def test_is_the_mean_log_loss_of_the_frequencies():
 def test_padding_is_no_token():
     # Padding holds id 0, which here is a token of the text as well.
     documents = [ids(0, 0, 0, 5)]
-    rows, _ = pack([4], 16, packing=True)
+    rows, _ = pack([4], 16)
     batch = build_batch(rows, documents, 16)
     assert unigram_loss(batch) == unigram_loss([batch]) == unigram_loss(documents)
 
 
-def test_of_a_loaders_documents_and_held_out_rows():
-    documents = [Document("a", b"abababab" * 8)]
-    loader = Loader(
-        documents, ByteTokenizer(), seq_len=8, packing=True, batch_size=3, seed=0, eval_rows=4
+def test_of_a_loaders_tokens_and_held_out_rows(tmp_path):
+    (tmp_path / "a.txt").write_text("abababab" * 8)
+    loader = make_loader(
+        str(tmp_path),
+        tokenizer="byte",
+        seq_len=8,
+        batch_size=3,
+        seed=0,
+        eval_rows=4,
+        cache_dir=str(tmp_path / ".cache"),
     )
-    assert unigram_loss(loader.documents_tokens) == pytest.approx(math.log(2))
+    assert loader.unigram_loss == pytest.approx(math.log(2))
     assert unigram_loss(loader.eval_batches()) == pytest.approx(math.log(2))
 
 

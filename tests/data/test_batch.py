@@ -1,24 +1,26 @@
 """Labels, segments and positions of every slot, and the check of ids."""
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.data import Piece, build_batch, pack, validate_ids
+from farspan.data import Packing, Piece, build_batch, pack, validate_ids
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID
 
 X = IGNORE_LABEL
+METHODS = st.sampled_from(get_args(Packing))
 
 
 def ids(*values):
     return np.array(values, np.int32)
 
 
-def batch_of(documents, seq_len, packing=True):
-    rows, report = pack([len(d) for d in documents], seq_len, packing=packing)
+def batch_of(documents, seq_len, method="best_fit"):
+    rows, report = pack([len(d) for d in documents], seq_len, method=method)
     return build_batch(rows, documents, seq_len), report
 
 
@@ -37,14 +39,14 @@ def test_split_document_is_supervised_across_the_cut():
     assert batch.positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 0]]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 30), st.booleans())
-def test_every_token_but_a_documents_first_is_predicted_once(lengths, seq_len, packing):
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 30), METHODS)
+def test_every_token_but_a_documents_first_is_predicted_once(lengths, seq_len, method):
     starts = np.cumsum([0, *lengths])
     documents = [
         np.arange(start, start + length, dtype=np.int32)
         for start, length in zip(starts, lengths, strict=False)
     ]
-    batch, report = batch_of(documents, seq_len, packing)
+    batch, report = batch_of(documents, seq_len, method)
     assert [a.dtype for a in dataclasses.astuple(batch)] == [np.int32] * 4
     assert {a.shape for a in dataclasses.astuple(batch)} == {(report.rows, seq_len)}
     real = batch.segment_ids != PAD_SEGMENT_ID
@@ -55,6 +57,24 @@ def test_every_token_but_a_documents_first_is_predicted_once(lengths, seq_len, p
     assert (batch.labels[labelled] == batch.tokens[labelled] + 1).all()
     expected = set(range(sum(lengths))) - set(starts[:-1].tolist())
     assert sorted(batch.labels[labelled].tolist()) == sorted(expected)
+
+
+def test_document_cut_at_a_rows_end_goes_on_in_the_next_as_a_segment_with_positions_from_0():
+    batch, _ = batch_of([ids(10, 11, 12), ids(20, 21, 22)], 4, "concatenate")
+    assert batch.tokens.tolist() == [[10, 11, 12, 20], [21, 22, 0, 0]]
+    assert batch.labels.tolist() == [[11, 12, X, 21], [22, X, X, X]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2], [1, 1, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 0, 0]]
+
+
+def test_only_scored_tokens_are_labels_also_across_a_cut():
+    documents = [np.arange(6, dtype=np.uint16), np.arange(10, 13, dtype=np.uint16)]
+    scored = [np.array([True, False, True, False, True, True]), None]
+    rows, _ = pack([6, 3], 4)
+    batch = build_batch(rows, documents, 4, scored)
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [10, 11, 12, 0]]
+    assert batch.labels.tolist() == [[X, 2, X, 4], [5, X, X, X], [11, 12, X, X]]
+    assert batch.tokens.dtype == batch.labels.dtype == np.int32
 
 
 def test_boundaries_come_from_documents_never_from_an_end_token():

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import cast
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32, Integer
 
 from farspan.data.batch import Batch
 from farspan.types import PAD_SEGMENT_ID
@@ -20,7 +20,7 @@ def unigram_loss(data: Tokens | Batch | Iterable[Tokens | Batch]) -> float:
 
     Args:
       data: Token ids (int32, >= 0, any shape), a batch, of which padding is left out, or a
-        finite iterable of these, such as `loader.documents_tokens` or `loader.eval_batches()`.
+        finite iterable of these, such as `loader.eval_batches()`.
 
     Returns:
       Nats a token.
@@ -40,10 +40,21 @@ def unigram_loss(data: Tokens | Batch | Iterable[Tokens | Batch]) -> float:
         part_counts = np.bincount(tokens.reshape(-1), minlength=counts.size)
         part_counts[: counts.size] += counts
         counts = part_counts
-    total = int(counts.sum())
-    if total == 0:
+    if not counts.any():
         raise ValueError("unigram_loss: there must be a token, got none; pass data with text")
-    probabilities = counts[counts > 0] / total
+    return entropy(counts)
+
+
+def entropy(weights: Integer[np.ndarray, "_"] | Float[np.ndarray, "_"]) -> float:
+    """Computes the entropy of the distribution that is proportional to `weights`.
+
+    Args:
+      weights: Any numbers >= 0 that do not sum to 0, such as how often each token occurs.
+
+    Returns:
+      Nats.
+    """
+    probabilities = weights[weights > 0] / weights.sum()
     return float(-(probabilities * np.log(probabilities)).sum())
 
 

@@ -1,13 +1,25 @@
 """Rows of pieces to the arrays a model trains on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32, Integer
 
 from farspan.data.packing import Piece
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID
+
+Tokens = Integer[np.ndarray, "_"]
+Scored = Bool[np.ndarray, "_"]
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+@runtime_checkable
+class Documents(Protocol[_T_co]):
+    """An array for each document, by its index: a list, or views of one large array."""
+
+    def __getitem__(self, index: int, /) -> _T_co: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +28,8 @@ class Batch:
 
     Attributes:
       tokens: Token ids; 0 in padding.
-      labels: The token that follows in the document; `IGNORE_LABEL` where none does and in padding.
+      labels: The token that follows in the document; `IGNORE_LABEL` where none does, where that one
+        is not scored, and in padding.
       segment_ids: 1, 2, ... for the pieces of a row; `PAD_SEGMENT_ID` in padding.
       positions: 0, 1, ... from the start of each piece; 0 in padding.
     """
@@ -28,58 +41,89 @@ class Batch:
 
 
 def build_batch(
-    rows: Sequence[Sequence[Piece]],
-    documents_tokens: Sequence[Int32[np.ndarray, "_"]],
+    rows: Iterable[Sequence[Piece]],
+    documents_tokens: Documents[Tokens],
     seq_len: int,
+    documents_scored: Documents[Scored | None] | None = None,
 ) -> Batch:
     """Lays rows of pieces out as arrays, padded at the end of each row.
 
-    Labels are made here, before a layout permutes the row. A document too long for one row
+    Labels are made here, before a layout permutes the row. A document cut at the end of a row
     continues in another; the last token of such a piece has the first token of the next piece as
     its label, since that is what follows in the text. So over all rows each token but the first of
-    its document is predicted exactly once, and only a document's last token has no label.
+    its document is predicted exactly once, and only a document's last token has no label. Of
+    documents with scored tokens, only these are predicted.
 
     Args:
       rows: The pieces of each row. An empty row is all padding.
-      documents_tokens: Token ids of every document, int32 [tokens].
+      documents_tokens: Token ids of every document, integers [tokens], each below 2**31.
       seq_len: Tokens a row.
+      documents_scored: For every document, bool [tokens], which of its tokens may be labels; None
+        for all of them.
 
     Returns:
-      The batch, [len(rows), seq_len].
+      The batch, [rows, seq_len].
 
     Raises:
       ValueError: The pieces of a row exceed `seq_len`, or a piece exceeds its document.
     """
-    shape = (len(rows), seq_len)
-    batch = Batch(
+    rows = list(rows)
+    batch = empty_batch(len(rows), seq_len)
+    for row, pieces in enumerate(rows):
+        fill_row(batch, row, pieces, documents_tokens, documents_scored)
+    return batch
+
+
+def empty_batch(rows: int, seq_len: int) -> Batch:
+    """Returns a batch of `rows` rows of `seq_len` slots, all of them padding."""
+    shape = (rows, seq_len)
+    return Batch(
         tokens=np.zeros(shape, np.int32),
         labels=np.full(shape, IGNORE_LABEL, np.int32),
         segment_ids=np.full(shape, PAD_SEGMENT_ID, np.int32),
         positions=np.zeros(shape, np.int32),
     )
-    for row, pieces in enumerate(rows):
-        end = 0
-        for segment, piece in enumerate(pieces, start=PAD_SEGMENT_ID + 1):
-            begin, end = end, end + piece.length
-            document = documents_tokens[piece.document]
-            _check_fits(row, end, seq_len, piece, len(document))
-            text = document[piece.start : piece.start + piece.length]
-            following = document[piece.start + 1 : piece.start + piece.length + 1]
-            batch.tokens[row, begin:end] = text
-            batch.labels[row, begin : begin + len(following)] = following
-            batch.segment_ids[row, begin:end] = segment
-            batch.positions[row, begin:end] = np.arange(piece.length, dtype=np.int32)
-    return batch
 
 
-def has_label(piece: Piece, document_tokens: int) -> bool:
-    """Says whether any token of `piece` is followed by one in its document of that length."""
-    return piece.start + 1 < document_tokens
+def fill_row(
+    batch: Batch,
+    row: int,
+    pieces: Sequence[Piece],
+    documents_tokens: Documents[Tokens],
+    documents_scored: Documents[Scored | None] | None = None,
+) -> None:
+    """Lays the pieces of one row out in `batch`, in place.
+
+    Args:
+      batch: Its row `row` is all padding.
+      row: Index of the row.
+      pieces: See `build_batch`, as the others.
+      documents_tokens: See `build_batch`.
+      documents_scored: See `build_batch`.
+
+    Raises:
+      ValueError: See `build_batch`.
+    """
+    seq_len = batch.tokens.shape[1]
+    end = 0
+    for segment, piece in enumerate(pieces, start=PAD_SEGMENT_ID + 1):
+        begin, end = end, end + piece.length
+        document = documents_tokens[piece.document]
+        _check_fits(row, end, seq_len, piece, len(document))
+        following = slice(piece.start + 1, piece.start + piece.length + 1)
+        labels = document[following]
+        scored = documents_scored[piece.document] if documents_scored is not None else None
+        if scored is not None:
+            labels = np.where(scored[following], labels, np.int32(IGNORE_LABEL))
+        batch.tokens[row, begin:end] = document[piece.start : piece.start + piece.length]
+        batch.labels[row, begin : begin + len(labels)] = labels
+        batch.segment_ids[row, begin:end] = segment
+        batch.positions[row, begin:end] = np.arange(piece.length, dtype=np.int32)
 
 
 def validate_ids(
-    tokens: Int32[np.ndarray, "..."],
-    labels: Int32[np.ndarray, "..."],
+    tokens: Integer[np.ndarray, "..."],
+    labels: Integer[np.ndarray, "..."],
     vocab_size: int,
     *,
     where: str = "batch",
@@ -103,7 +147,7 @@ def validate_ids(
 
 
 def _check_range(
-    rule: str, ids: Int32[np.ndarray, "..."], vocab_size: int, allowed: int | None
+    rule: str, ids: Integer[np.ndarray, "..."], vocab_size: int, allowed: int | None
 ) -> None:
     # Two reductions settle the usual case without an array of flags.
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < vocab_size):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.data import load_documents
+from farspan.data.document import Document
+from farspan.data.reading.sources import open_source
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -20,15 +21,21 @@ def write(root: Path, files: dict[str, str | bytes]) -> Path:
     return root
 
 
-def texts(data: Path) -> dict[str, bytes]:
-    documents = load_documents(str(data))
+def read(data: str | Path, **settings: str) -> list[Document]:
+    source = open_source(str(data), **settings)
+    assert len({shard.name for shard in source.shards}) == len(source.shards)
+    return list(source.records())
+
+
+def texts(data: str | Path) -> dict[str, bytes]:
+    documents = read(data)
     assert len({document.name for document in documents}) == len(documents)
     return {document.name: document.text for document in documents}
 
 
 @pytest.fixture(scope="module")
 def stdlib() -> dict[str, bytes]:
-    return {document.name: document.text for document in load_documents("stdlib")}
+    return {document.name: document.text for document in read("stdlib")}
 
 
 class TestStdlib:
@@ -54,7 +61,7 @@ class TestStdlib:
 
     def test_is_large_and_the_same_every_time(self, stdlib):
         assert sum(len(text) for text in stdlib.values()) > 5_000_000
-        assert list(stdlib.items()) == [(d.name, d.text) for d in load_documents("stdlib")]
+        assert list(stdlib.items()) == [(d.name, d.text) for d in read("stdlib")]
 
 
 class TestFiles:
@@ -66,9 +73,15 @@ class TestFiles:
     def test_byte_order_mark_is_no_text(self, tmp_path):
         write(
             tmp_path,
-            {"a.txt": codecs.BOM_UTF8 + b"x", "b.jsonl": codecs.BOM_UTF8 + b'{"text":"y"}'},
+            {
+                "a.txt": codecs.BOM_UTF8 + b"x",
+                "b.jsonl": codecs.BOM_UTF8 + b'{"text":"y"}',
+                "c.jsonl": codecs.BOM_UTF8 + b'\n{"text":"z"}',
+            },
         )
-        assert texts(tmp_path) == {"a.txt": b"x", "b.jsonl:1": b"y"}
+        assert texts(tmp_path) == {"a.txt": b"x", "b.jsonl:1": b"y", "c.jsonl:2": b"z"}
+        skipped = open_source(str(tmp_path / "c.jsonl")).shards[0].records(1)
+        assert list(skipped) == []
 
     def test_jsonl_is_a_document_a_line_and_blank_lines_are_ignored(self, tmp_path):
         lines = [{"text": "one\ntwo"}, {"id": 7, "text": "\u2028 three"}]
@@ -91,7 +104,7 @@ class TestFiles:
             ('["text"]', ["a list"]),
             ("3", ["a number"]),
             ("null", ["null"]),
-            ('{"content": "x"}', ["['content']", "rename"]),
+            ('{"content": "x"}', ["['content']", "set text_field"]),
             ('{"text": 3}', ["a number"]),
             ('{"text": null}', ["null"]),
             ('{"text": ["x"]}', ["a list"]),
@@ -102,7 +115,7 @@ class TestFiles:
     def test_bad_jsonl_line_is_named(self, tmp_path, line, words):
         write(tmp_path, {"a.jsonl": f'{{"text": "fine"}}\n\n{line}\n'})
         with pytest.raises(ValueError, match="must be a JSON object") as error:
-            load_documents(str(tmp_path / "a.jsonl"))
+            read(tmp_path / "a.jsonl")
         for word in [f"{tmp_path / 'a.jsonl'}:3: ", *words]:
             assert word in str(error.value)
 
@@ -119,66 +132,58 @@ class TestFiles:
     def test_binary_content_is_refused_with_its_offset(self, tmp_path, content, words, suffix):
         write(tmp_path, {f"a.{suffix}": content})
         with pytest.raises(ValueError, match="convert the file to UTF-8") as error:
-            load_documents(str(tmp_path / f"a.{suffix}"))
+            read(tmp_path / f"a.{suffix}")
         assert words in str(error.value)
         assert f"a.{suffix}" in str(error.value)
 
     def test_unsupported_type_is_refused(self, tmp_path):
         write(tmp_path, {"a.json": "{}"})
         with pytest.raises(ValueError, match=r"must be \.txt, \.md, \.py, \.jsonl.*a\.json"):
-            load_documents(str(tmp_path / "a.json"))
+            read(tmp_path / "a.json")
 
     def test_device_file_is_refused(self, tmp_path):
         os.mkfifo(tmp_path / "pipe.txt")
         with pytest.raises(ValueError, match=r"pipe\.txt must be a regular file"):
-            load_documents(str(tmp_path / "pipe.txt"))
-
-    @pytest.mark.parametrize(
-        ("name", "content"), [("a.txt", ""), ("a.jsonl", ""), ("a.jsonl", "\n \n")]
-    )
-    def test_file_without_text_is_refused(self, tmp_path, name, content):
-        write(tmp_path, {name: content})
-        with pytest.raises(ValueError, match="at least one document must hold text"):
-            load_documents(str(tmp_path / name))
+            read(tmp_path / "pipe.txt")
 
     def test_home_folder(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
         write(tmp_path, {"a.txt": "x"})
-        assert load_documents("~/a.txt")[0].text == b"x"
+        assert read("~/a.txt")[0].text == b"x"
 
 
 class TestMissing:
     def test_names_the_nearest_sibling(self, tmp_path):
         write(tmp_path, {"corpus.txt": "x", "other.txt": "x"})
         with pytest.raises(FileNotFoundError, match=r"did you mean .*corpus\.txt"):
-            load_documents(str(tmp_path / "corpsu.txt"))
+            read(tmp_path / "corpsu.txt")
 
     def test_names_the_folder_that_is_missing(self, tmp_path):
         write(tmp_path, {"books/a.txt": "x"})
         with pytest.raises(FileNotFoundError, match=r"\(boks is not in .*did you mean .*/books"):
-            load_documents(str(tmp_path / "boks" / "deep" / "a.txt"))
+            read(tmp_path / "boks" / "deep" / "a.txt")
 
     def test_path_below_a_file(self, tmp_path):
         write(tmp_path, {"a.txt": "x"})
         with pytest.raises(FileNotFoundError, match="existing path"):
-            load_documents(str(tmp_path / "a.txt" / "b.txt"))
+            read(tmp_path / "a.txt" / "b.txt")
 
     def test_misspelt_stdlib(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(FileNotFoundError, match='did you mean "stdlib"'):
-            load_documents("sdtlib")
+            read("sdtlib")
 
     @pytest.mark.parametrize("data", ["", "  "])
     def test_empty_name_is_not_the_working_folder(self, data):
         with pytest.raises(ValueError, match="name a file or folder"):
-            load_documents(data)
+            read(data)
 
     def test_broken_link(self, tmp_path):
         (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
         with pytest.raises(
             FileNotFoundError, match=r"a\.txt must lead to a file, got a broken link"
         ):
-            load_documents(str(tmp_path))
+            read(tmp_path)
 
 
 class TestFolder:
@@ -237,20 +242,17 @@ c = 1
             assert texts(tmp_path / "data") == {"a.txt": b"x", "far/b.txt": b"y"}
         assert "read once, though linked again: far/back, loop" in caplog.text
 
-    def test_empty_documents_are_left_out_and_counted(self, tmp_path, caplog):
-        write(
-            tmp_path,
-            {
-                "a.txt": "x",
-                "b.txt": "",
-                "c.jsonl": '{"text": ""}\n{"text": "y"}',
-                "d.jsonl": "",
-                "pkg/__init__.py": "",
-            },
-        )
-        with caplog.at_level(logging.WARNING):
-            assert texts(tmp_path) == {"a.txt": b"x", "c.jsonl:2": b"y"}
-        assert "left out 4 empty documents: b.txt, c.jsonl:1, d.jsonl, pkg" in caplog.text
+    def test_empty_documents_keep_their_places(self, tmp_path):
+        files = {
+            "a.txt": "x",
+            "b.txt": "",
+            "c.jsonl": '{"text": ""}\n{"text": "y"}',
+            "d.jsonl": "\n",
+            "pkg/__init__.py": "",
+        }
+        write(tmp_path, files)
+        empty = {"b.txt": b"", "c.jsonl:1": b"", "pkg": b""}
+        assert texts(tmp_path) == {"a.txt": b"x", "c.jsonl:2": b"y", **empty}
 
     def test_files_of_other_types_are_left_out_and_counted(self, tmp_path, caplog):
         write(tmp_path, {"a.txt": "x", "b.png": b"\0", "c.png": b"\0", "Makefile": "all:"})
@@ -268,12 +270,7 @@ c = 1
     def test_folder_without_a_supported_file_is_refused(self, tmp_path, files):
         write(tmp_path, files)
         with pytest.raises(ValueError, match="got none in"):
-            load_documents(str(tmp_path))
-
-    def test_folder_of_empty_files_is_refused(self, tmp_path):
-        write(tmp_path, {"a.txt": "", "b.md": ""})
-        with pytest.raises(ValueError, match="got 2 empty and no other"):
-            load_documents(str(tmp_path))
+            read(tmp_path)
 
 
 class TestUnreadable:
@@ -281,15 +278,114 @@ class TestUnreadable:
 
     def test_file(self, tmp_path, monkeypatch):
         write(tmp_path, {"a.txt": "x"})
-        monkeypatch.setattr(Path, "read_bytes", self._refuse)
+        monkeypatch.setattr(Path, "open", self._refuse)
         with pytest.raises(PermissionError, match=r"a\.txt must be readable.*grant read"):
-            load_documents(str(tmp_path))
+            read(tmp_path)
 
     def test_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "iterdir", self._refuse)
         with pytest.raises(PermissionError, match=r"must be readable.*grant read"):
-            load_documents(str(tmp_path))
+            read(tmp_path)
 
     @staticmethod
-    def _refuse(path):
+    def _refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
+
+
+class TestShards:
+    def test_each_file_and_each_package_is_one_in_the_order_of_the_documents(self, tmp_path):
+        files = {"b.jsonl": '{"text":"1"}\n{"text":"2"}', "a.txt": "x", "p/y.py": "", "p/z.py": "z"}
+        source = open_source(str(write(tmp_path, files)))
+        assert [shard.name for shard in source.shards] == ["a.txt", "b.jsonl", "p"]
+        assert [len(list(shard.records())) for shard in source.shards] == [1, 2, 1]
+        assert source.shards[1].size_bytes == len(files["b.jsonl"])
+
+    @pytest.mark.parametrize("name", ["p/a.py", "a.txt", "c.jsonl"])
+    def test_fingerprint_is_of_the_content_and_the_place_in_the_folder(self, tmp_path, name):
+        for folder in ("x", "y"):
+            write(tmp_path / folder, {"p/a.py": "aa", "a.txt": "aa", "c.jsonl": '{"text":"aa"}'})
+            for file in (tmp_path / folder).rglob("*.*"):
+                os.utime(file, (1, 1))
+
+        def prints(folder: str) -> dict[str, str]:
+            shards = open_source(str(tmp_path / folder)).shards
+            return {shard.name: shard.fingerprint for shard in shards}
+
+        before = prints("x")
+        assert before == prints("y")
+        assert len(set(before.values())) == 3
+        file = tmp_path / "x" / name
+        file.write_text(file.read_text().replace("aa", "bb"))
+        changed = {shard for shard, print_ in prints("x").items() if print_ != before[shard]}
+        assert changed == {name.split("/", maxsplit=1)[0]}
+
+    def test_nothing_is_read_before_it_is_asked_for(self, tmp_path):
+        lines = ['{"text": "good"}', "bad"]
+        shard = open_source(str(write(tmp_path, {"a.jsonl": "\n".join(lines)}))).shards[0]
+        records = shard.records()
+        assert next(records) == Document("a.jsonl:1", b"good")
+        with pytest.raises(ValueError, match=r"a\.jsonl:2: "):
+            next(records)
+
+
+class TestUrls:
+    @pytest.fixture
+    def memory(self):
+        """Files in fsspec's own storage, which has folders and nothing of a disk."""
+        import fsspec
+
+        files = fsspec.filesystem("memory")
+        yield files
+        files.rm("/", recursive=True)
+
+    def test_folder_reads_like_a_local_one(self, memory, tmp_path):
+        files = {
+            "b.txt": "b",
+            "pkg/b.py": "b = 1",
+            "pkg/sub/a.py": "a = 1",
+            "deep/c.jsonl": '{"text": "c"}\n{"text": "d"}',
+            ".hidden/x.txt": "x",
+            "deep/.y.txt": "y",
+        }
+        write(tmp_path, files)
+        for name, content in files.items():
+            memory.pipe(f"/bucket/{name}", content.encode())
+        assert list(texts("memory://bucket").items()) == list(texts(tmp_path).items())
+        assert texts("memory://bucket/deep/c.jsonl") == {"c.jsonl:1": b"c", "c.jsonl:2": b"d"}
+
+    def test_fingerprint_follows_what_the_storage_says_of_a_version(self, memory):
+        memory.pipe("/bucket/a.txt", b"one")
+        before, same = (open_source("memory://bucket").shards[0].fingerprint for _ in range(2))
+        memory.pipe("/bucket/a.txt", b"two")
+        assert before == same != open_source("memory://bucket").shards[0].fingerprint
+
+    def test_error_names_url_and_line(self, memory):
+        memory.pipe("/bucket/a.jsonl", b'{"text": 1}')
+        with pytest.raises(ValueError, match=r"memory://.*/a\.jsonl:1: .*got a number"):
+            read("memory://bucket/a.jsonl")
+
+    @pytest.mark.parametrize(
+        ("url", "error", "words"),
+        [
+            ("memory://bucket/no.txt", FileNotFoundError, "must be an existing URL"),
+            ("nothing://bucket/a.txt", ValueError, "of a kind that fsspec knows"),
+            ("smb://host/a.txt", ModuleNotFoundError, "must be installed.*smbprotocol"),
+        ],
+    )
+    def test_what_cannot_be_reached_is_said(self, url, error, words):
+        with pytest.raises(error, match=words):
+            open_source(url)
+
+    def test_query_of_a_web_address_is_no_part_of_the_name(self, monkeypatch):
+        from fsspec.implementations.http import HTTPFileSystem
+
+        class Web(HTTPFileSystem):
+            def info(self, url, **_):
+                return {"name": url, "size": 1, "type": "file", "ETag": '"7"'}
+
+        monkeypatch.setattr(
+            "fsspec.core.url_to_fs", lambda url: (Web(skip_instance_cache=True), url)
+        )
+        (shard,) = open_source("https://host/a/b.parquet?download=true").shards
+        assert shard.name == "b.parquet"
+        assert shard.files[0].fingerprint == '1:etag="7"'

@@ -1,0 +1,1 @@
+"""Tokens of a source, made once and kept on disk."""

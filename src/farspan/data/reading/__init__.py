@@ -1,0 +1,1 @@
+"""Files, URLs and formats to records."""
