@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from farspan.ops.cross_entropy import cross_entropy_gradients, cross_entropy_sum, tile_tokens
 from farspan.ops.linear import linear
 from farspan.ops.merge import add_sinks, merge
 from farspan.ops.norm import rms_norm
 from farspan.ops.rope import apply_rope, rope_tables
-from farspan.types import IGNORE_LABEL
 
 
 def random(*shape, seed=0):
@@ -46,28 +44,6 @@ def test_a_sink_is_one_more_key_of_value_zero():
     joined = softmax_of(jnp.append(scores, sink), jnp.vstack([values, jnp.zeros((1, 4))]))
     for x, y in zip(found, joined, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
-
-
-@pytest.mark.parametrize("tokens", [1, 37])
-def test_tiled_cross_entropy_is_cross_entropy(monkeypatch, tokens):
-    monkeypatch.setattr("farspan.ops.cross_entropy.TILE_ELEMENTS", 19 * 8)
-    assert tile_tokens(37, 19) == 8
-    hidden, head = random(tokens, 6), random(6, 19, seed=1)
-    labels = np.random.default_rng(2).integers(0, 19, tokens).astype(np.int32)
-    labels[1::3] = IGNORE_LABEL
-    kept = labels != IGNORE_LABEL
-
-    def plain(hidden, head):
-        chances = jax.nn.log_softmax(hidden @ head)
-        return -jnp.sum(jnp.where(kept, chances[jnp.arange(tokens), labels * kept], 0))
-
-    expected, pull = jax.vjp(plain, hidden, head)
-    found = cross_entropy_sum(hidden, head, jnp.asarray(labels))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    scale = jnp.float32(0.7)
-    gradients = cross_entropy_gradients(hidden, head, jnp.asarray(labels), scale)
-    for x, y in zip(gradients, pull(scale), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_linear_sums_the_weights_gradient_in_float32():

@@ -23,7 +23,7 @@ CONFIG = TrainConfig(
         vocab_size=96, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8,
         ffn_dim=64, tie_embeddings=False,
     ),
-    data=DataConfig(seq_len=SEQ_LEN, packing=False),
+    data=DataConfig(seq_len=SEQ_LEN, packing="none"),
     parallel=ParallelConfig(context_parallel_strategy="ring", context_parallel_size=4),
     batch_size=4,
     kernel="reference",

@@ -9,23 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from farspan.data import Batch
 from farspan.train.config import TrainConfig, device_count
+from farspan.train.muon import Place
 from farspan.train.optimizer import build_optimizer, learning_rate_schedule
+from farspan.train.state import TrainState, advance, first_state
 from farspan.train.step import TrainSetup
 from farspan.types import IGNORE_LABEL
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FakeState:
-    step: jax.Array
-    params: dict[str, jax.Array]
-    opt_state: Any
 
 
 class FakeSetup(TrainSetup):
@@ -35,10 +28,11 @@ class FakeSetup(TrainSetup):
         self.config = config
         devices = np.array(jax.devices()[: device_count(config)])
         self._mesh = Mesh(devices, ("cp_ring",))
-        self._optimizer = build_optimizer(config.optimizer, config.steps)
-        self._schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._sharded = NamedSharding(self.mesh, PartitionSpec("cp_ring"))
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        places = {"logits": Place(("vocab",), self._sharded)}
+        self._optimizer = build_optimizer(config.optimizer, places)
+        self._schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._step = jax.jit(self._update, donate_argnums=0)
 
     @property
@@ -49,13 +43,15 @@ class FakeSetup(TrainSetup):
     def split(self) -> str:
         return "fake"
 
-    def init_state(self) -> FakeState:
-        logits = jax.random.normal(jax.random.key(self.config.seed), (264,))
-        params = {"logits": jax.device_put(logits, self._sharded)}
-        step = jax.device_put(jnp.int32(0), self._replicated)
-        return FakeState(step, params, self._place_like(self._optimizer.init(params)))
+    def init_state(self) -> TrainState:
+        params = {"logits": jax.random.normal(jax.random.key(self.config.seed), (264,))}
+        state = first_state(params, self._optimizer, self.config.optimizer)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, self._sharded if leaf.ndim else self._replicated),
+            state,
+        )
 
-    def abstract_state(self) -> FakeState:
+    def abstract_state(self) -> TrainState:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             self.init_state(),
@@ -64,37 +60,40 @@ class FakeSetup(TrainSetup):
     def place(self, batch: Batch) -> Any:
         return jax.device_put(batch.labels, self._replicated)
 
-    def step(self, state: FakeState, device_batch: Any) -> tuple[FakeState, dict[str, jax.Array]]:
+    def step(self, state: TrainState, device_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         return self._step(state, device_batch)
+
+    def evaluate(self, state: TrainState, device_batch: Any) -> dict[str, jax.Array]:
+        found = {
+            "loss_sum": _unigram_loss(state.params, device_batch),
+            "valid_tokens": (device_batch != IGNORE_LABEL).sum(),
+        }
+        if state.ema is not None:
+            found["ema_loss_sum"] = _unigram_loss(state.ema, device_batch)
+        return found
 
     def flops_per_step(self, batch: Batch) -> int:
         return 10 * batch.tokens.size
 
-    def _place_like(self, tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, self._sharded if leaf.ndim else self._replicated),
-            tree,
-        )
-
     def _update(
-        self, state: FakeState, labels: jax.Array
-    ) -> tuple[FakeState, dict[str, jax.Array]]:
-        valid = labels != IGNORE_LABEL
+        self, state: TrainState, labels: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        count = (labels != IGNORE_LABEL).sum()
+        loss, gradient = jax.value_and_grad(
+            lambda params: _unigram_loss(params, labels) / jnp.maximum(count, 1)
+        )(state.params)
+        rate = jnp.asarray(self._schedule(state.step), jnp.float32)
+        state, outcome = advance(
+            state, gradient, loss, rate,
+            optimizer=self._optimizer, config=self.config.optimizer,
+        )  # fmt: skip
+        return state, {"loss": loss, "z_loss": jnp.float32(0), "valid_tokens": count, **outcome}
 
-        def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
-            log_p = jax.nn.log_softmax(params["logits"])[jnp.where(valid, labels, 0)]
-            return -jnp.where(valid, log_p, 0).sum() / valid.sum()
 
-        loss, gradient = jax.value_and_grad(loss_fn)(state.params)
-        updates, opt_state = self._optimizer.update(gradient, state.opt_state, state.params)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(gradient),
-            "learning_rate": self._schedule(state.step),
-            "valid_tokens": valid.sum(),
-        }
-        params = optax.apply_updates(state.params, updates)
-        return FakeState(state.step + 1, params, opt_state), metrics
+def _unigram_loss(params: dict[str, jax.Array], labels: jax.Array) -> jax.Array:
+    valid = labels != IGNORE_LABEL
+    log_p = jax.nn.log_softmax(params["logits"])[jnp.where(valid, labels, 0)]
+    return -jnp.where(valid, log_p, 0).sum()
 
 
 def _change(config: TrainConfig, **changes: Any) -> TrainConfig:

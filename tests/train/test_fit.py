@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -34,6 +35,20 @@ def test_state_that_just_fits_and_state_that_does_not(
         fit.check_state_fits(setup)
     monkeypatch.setattr(fit, "host_bytes_available", lambda: None)
     fit.check_state_fits(setup)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_planned_state_is_that_of_the_arrays(
+    change: Callable[..., TrainConfig], config: TrainConfig, optimizer: str
+) -> None:
+    """One moment of hidden matrices with Muon, and a float32 mean of bfloat16 parameters."""
+    config = change(config, optimizer=optimizer, ema_decay=0.999, param_dtype="bfloat16")
+    state = build_setup(config).abstract_state()
+    found = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+    )
+    assert memory.account(fit.make_workload(config)).state_bytes == found
 
 
 def test_a_run_is_refused_before_it_loads_data(

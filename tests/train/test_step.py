@@ -4,12 +4,15 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from farspan.context import attention
 from farspan.data import Batch
 from farspan.kernels import KERNELS, ReferenceKernel
-from farspan.models import DecoderConfig
+from farspan.masks import Causal
+from farspan.models import DecoderConfig, decoder
 from farspan.plan.hlo import instructions
 from farspan.testing import relative_error
 from farspan.testing.model_parity import model_batch, unsplit
@@ -228,6 +231,97 @@ def test_parameters_and_moments_are_split_over_data_and_context():
             matrices += 1
             assert leaf.addressable_shards[0].data.nbytes * 8 == leaf.nbytes
     assert matrices == 3 * 9
+
+
+EVERYTHING = varied(
+    model={"tie_embeddings": True, "remat_policy": "none"},
+    parallel={"context_parallel_strategy": "all_gather"},
+    optimizer=OptimizerConfig(
+        "muon", warmup_steps=2, clip_norm=0.5, learning_rate=1e-3, z_loss=1e-2, ema_decay=0.9
+    ),
+)
+"""Muon, clipping at work, a large z-loss, a running mean, and one table for both ends."""
+
+
+@pytest.fixture(scope="module")
+def whole_step():
+    """Set-up, first state, that after a step, the step's outcome, and an evaluation before it."""
+    setup = build_setup(unsplit(EVERYTHING))
+    initial = jax.tree.map(np.array, setup.init_state())
+    jax.tree.map(np.testing.assert_array_equal, setup.init_state(), initial)
+    assert setup._first_state._cache_size() == 1
+    return setup, initial, *step_of(setup, initial)
+
+
+def step_of(setup, initial):
+    state = jax.tree.map(
+        lambda x, y: jax.device_put(x, y.sharding), initial, setup.abstract_state()
+    )
+    batch = setup.place(batch_of(setup.config))
+    found = setup.evaluate(state, batch)
+    state, outcome = setup.step(state, batch)
+    assert setup._evaluate._cache_size() == setup._step._cache_size() == 1
+    return state, *({name: float(x) for name, x in d.items()} for d in (outcome, found))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "parts"),
+    [
+        ({"data_parallel_size": 2, "context_parallel_size": 4}, 1),
+        ({"fsdp_parallel_size": 2, "context_parallel_size": 4}, 2),
+    ],
+)
+def test_a_whole_step_is_that_of_one_device(whole_step, parallel, parts):
+    """Norm before clipping, clipped gradients (in the moments), each loss, updates, mean."""
+    config = dataclasses.replace(
+        EVERYTHING,
+        parallel=dataclasses.replace(EVERYTHING.parallel, **parallel),
+        gradient_accumulation_steps=parts,
+    )
+    _, initial, expected, expected_outcome, expected_evaluation = whole_step
+    state, outcome, evaluation = step_of(build_setup(config), initial)
+    assert expected_outcome["grad_norm"] > EVERYTHING.optimizer.clip_norm
+    assert expected_outcome["z_loss"] > 0.1
+    assert_same(outcome, expected_outcome)
+    assert_same(evaluation, expected_evaluation)
+    assert_same(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, expected))
+
+
+def test_an_evaluation_is_the_loss_of_the_step_without_its_z_loss(whole_step):
+    *_, outcome, found = whole_step
+    assert found["valid_tokens"] == outcome["valid_tokens"]
+    assert found["loss_sum"] / found["valid_tokens"] == pytest.approx(outcome["loss"], rel=1e-6)
+    assert found["ema_loss_sum"] == found["loss_sum"]  # the mean begins at the parameters
+
+
+def test_the_z_loss_is_the_mean_square_of_the_normaliser(whole_step):
+    setup, initial, _, outcome, _ = whole_step
+    batch = setup.place(batch_of(CONFIG))
+
+    def attend(query, key, value, *, window):
+        assert window is None
+        ids = batch.segment_ids[0]
+        return attention(query, key, value, mask=Causal(), segment_ids=ids, kernel="reference")
+
+    params = jax.tree.map(jnp.asarray, initial.params)
+    arrays = (batch.tokens[0], batch.positions[0], EVERYTHING.model, decoder.Runtime(attend))
+    logits = decoder.forward(params, *arrays) @ decoder.output_head(params)
+    normalizer = np.asarray(jax.nn.logsumexp(logits, -1), np.float64)
+    labelled = np.asarray(batch.labels[0]) != IGNORE_LABEL
+    assert outcome["z_loss"] == pytest.approx(1e-2 * (normalizer[labelled] ** 2).mean(), rel=1e-6)
+
+
+def test_a_step_that_is_not_finite_changes_only_the_count(whole_step):
+    """In the program that trains: every array that is neither is as before, bit for bit."""
+    setup, _, state, *_ = whole_step
+    broken = state.params.embedding.at[3, 0].set(jnp.inf)
+    state = dataclasses.replace(state, params=dataclasses.replace(state.params, embedding=broken))
+    before = jax.tree.map(np.array, state)
+    after, outcome = setup.step(jax.tree.map(jnp.copy, state), setup.place(batch_of(CONFIG)))
+    assert int(outcome["finite"]) == 0
+    assert int(after.step) == int(before.step) + 1
+    after = dataclasses.replace(after, step=before.step)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def compiled_step(config):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,33 +20,44 @@ def tile_tokens(num_tokens: int, vocab_size: int) -> int:
     return max(1, min(num_tokens, TILE_ELEMENTS // vocab_size))
 
 
-def cross_entropy_sum(
-    hidden: Inexact[Array, "N M"], head: Inexact[Array, "M V"], labels: Int[Array, " N"]
-) -> Float[Array, ""]:
+def cross_entropy_sums(
+    hidden: Inexact[Array, "N M"],
+    head: Inexact[Array, "M V"],
+    labels: Int[Array, " N"],
+    *,
+    squares: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sums `-log softmax(hidden @ head)[label]` over tokens.
 
     Args:
       hidden: Final hidden states.
       head: Output head.
       labels: Next tokens, in `0..V - 1`, or `IGNORE_LABEL`.
+      squares: Whether to sum `logsumexp(hidden @ head) ** 2` over labelled tokens as well, which a
+        z-loss is made of.
 
     Returns:
-      The sum over labelled tokens in nats, float32.
+      The sum over labelled tokens in nats, and the sum of squares or 0; float32.
 
     Cost:
       `2 N M V` FLOPs; `tile_tokens(N, V) * V` logits alive.
     """
 
-    def add_tile(total: Array, tile: tuple[Array, Array]) -> tuple[Array, None]:
+    def add_tile(totals: tuple[Array, Array], tile: tuple[Array, Array]) -> tuple[Any, None]:
         hidden, labels = tile
         logits = _logits(hidden, head)
         kept = labels != IGNORE_LABEL
         target = jnp.take_along_axis(logits, jnp.where(kept, labels, 0)[:, None], 1)[:, 0]
-        loss = jax.nn.logsumexp(logits, -1) - target
-        return total + jnp.where(kept, loss, 0).sum(), None
+        normalizer = jax.nn.logsumexp(logits, -1)
+        loss, square = totals
+        loss += jnp.where(kept, normalizer - target, 0).sum()
+        if squares:
+            square += jnp.where(kept, normalizer**2, 0).sum()
+        return (loss, square), None
 
-    total, _ = lax.scan(add_tile, jnp.zeros((), jnp.float32), _tiles(hidden, labels, head))
-    return total
+    zero = jnp.zeros((), jnp.float32)
+    totals, _ = lax.scan(add_tile, (zero, zero), _tiles(hidden, labels, head))
+    return totals
 
 
 def cross_entropy_gradients(
@@ -52,14 +65,16 @@ def cross_entropy_gradients(
     head: Inexact[Array, "M V"],
     labels: Int[Array, " N"],
     dloss: Float[Array, ""],
+    dsquares: Float[Array, ""] | None = None,
 ) -> tuple[Inexact[Array, "N M"], Float[Array, "M V"]]:
-    """Gradients of `cross_entropy_sum`, its logits made anew tile by tile.
+    """Gradients of `cross_entropy_sums`, its logits made anew tile by tile.
 
     Args:
-      hidden: As in `cross_entropy_sum`.
-      head: As in `cross_entropy_sum`.
-      labels: As in `cross_entropy_sum`.
-      dloss: Gradient of the sum.
+      hidden: As in `cross_entropy_sums`.
+      head: As in `cross_entropy_sums`.
+      labels: As in `cross_entropy_sums`.
+      dloss: Gradient of the first sum.
+      dsquares: Gradient of the sum of squares, where there is one.
 
     Returns:
       `(dhidden, dhead)`, the latter float32.
@@ -67,10 +82,15 @@ def cross_entropy_gradients(
 
     def add_tile(dhead: Array, tile: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, labels = tile
-        kept = (labels != IGNORE_LABEL)[:, None]
-        chances = jax.nn.softmax(_logits(hidden, head), -1)
+        logits = _logits(hidden, head)
+        chances = jax.nn.softmax(logits, -1)
         target = labels[:, None] == jnp.arange(head.shape[1])
-        dlogits = (jnp.where(kept, chances - target, 0) * dloss).astype(hidden.dtype)
+        slope = (chances - target) * dloss
+        if dsquares is not None:
+            normalizer = jax.nn.logsumexp(logits, -1, keepdims=True)
+            slope += 2 * dsquares * normalizer * chances
+        kept = (labels != IGNORE_LABEL)[:, None]
+        dlogits = jnp.where(kept, slope, 0).astype(hidden.dtype)
         dhidden = _dot(dlogits, head, (1, 1)).astype(hidden.dtype)
         return dhead + _dot(hidden, dlogits, (0, 0)), dhidden
 

@@ -23,7 +23,7 @@ from farspan.plan import trace
 from farspan.plan.workload import Workload, shard_bytes
 
 FLOAT32_BYTES = 4
-_COUNTERS_BYTES = 3 * 4
+_COUNTERS_BYTES = 2 * 4
 _BATCH_ARRAYS = 4
 
 
@@ -58,7 +58,7 @@ class MemoryAccount:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and optimizer state, exact: what is there between steps."""
+        """Parameters and what is kept for them, exact: what is there between steps."""
         return sum(item.num_bytes for item in self.items if item.kind in STATE_KINDS)
 
     @property
@@ -101,16 +101,13 @@ def account(work: Workload) -> MemoryAccount:
       work: The step.
     """
     parameters = parameter_bytes(work)
-    moments = sum(
-        parameters * jnp.dtype(kind).itemsize // jnp.dtype(work.model.param_dtype).itemsize
-        for kind in work.moment_dtypes
-    )
+    kept = _kept_bytes(work) + _COUNTERS_BYTES
     copies = 1 if work.accumulation == 1 else 2
     saved = trace.saved_bytes_per_token(work.model) * work.part_tokens
     recompute = "" if work.model.remat_policy == "full" else "remat_policy full, "
     items = [
         MemoryItem("parameters", parameters, True, "step", _MORE_DEVICES),
-        MemoryItem("optimizer state", moments + _COUNTERS_BYTES, True, "step", _MORE_DEVICES),
+        MemoryItem("optimizer state", kept, True, "step", _MORE_DEVICES),
         MemoryItem("gradients", copies * parameters, True, "step", _MORE_DEVICES),
         MemoryItem("batch", _batch_bytes(work), True, "step", "fewer rows"),
         MemoryItem(
@@ -133,6 +130,19 @@ def parameter_bytes(work: Workload) -> int:
         decoder.logical_axes(work.model),
     )
     return shard_bytes(shapes, specs, mesh)
+
+
+def _kept_bytes(work: Workload) -> int:
+    """Bytes of one device's shards of what is kept for each parameter; exact."""
+    mesh = work.context.mesh
+
+    def kept(shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> int:
+        parameter = shard_bytes(shape, parameter_spec(shape.shape, axes, mesh), mesh)
+        sizes = [jnp.dtype(kind).itemsize for kind in work.kept_dtypes(axes)]
+        return parameter // shape.dtype.itemsize * sum(sizes)
+
+    shapes = jax.eval_shape(lambda: decoder.init_params(work.model, jax.random.key(0)))
+    return sum(jax.tree.leaves(jax.tree.map(kept, shapes, decoder.logical_axes(work.model))))
 
 
 def _batch_bytes(work: Workload) -> int:

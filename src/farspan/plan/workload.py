@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ class Workload:
       seq_len: Tokens in a row as it lies on the devices.
       rows: Rows in one optimizer step, over all devices.
       accumulation: Parts into which the rows are cut, computed one after another.
-      moment_dtypes: Types of what the optimizer keeps for each parameter.
+      kept_dtypes: Types of the arrays that are kept for each parameter and have its shape (moments
+        of the optimizer, a running mean), given the names of its axes.
       document_tokens: Length of each document of a row, the last one cut short; 0: one document a
         row.
 
@@ -58,7 +60,7 @@ class Workload:
     seq_len: int
     rows: int
     accumulation: int = 1
-    moment_dtypes: tuple[str, ...] = ("float32", "float32")
+    kept_dtypes: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda _: ("float32",) * 2
     document_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -1,8 +1,9 @@
 """Parity of a split training run with the same run on one device: gradients, losses, repetition.
 
 The gradients are those that the training step itself used: after one step from a zero state,
-Adam's first moment is `1 - beta1` times the (clipped) gradient. So one compiled program is checked,
-the one that trains, and not a second one that only resembles it.
+Adam's first moment is `1 - beta1` times the (clipped) gradient, and Muon's momentum is the gradient
+itself. So one compiled program is checked, the one that trains, and not a second one that only
+resembles it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from farspan.data import Batch, Piece, build_batch
 from farspan.testing.parity import BF16_FACTOR, F32_TOLERANCE, Parity, relative_error
 from farspan.train.config import OptimizerConfig, TrainConfig
-from farspan.train.step import TrainSetup, TrainState, build_setup
+from farspan.train.state import TrainState
+from farspan.train.step import TrainSetup, build_setup
 
 STEPS = 5
 """Optimizer steps of a run."""
@@ -241,11 +243,8 @@ def _run_once(setup: TrainSetup, batch: Batch, initial: TrainState) -> ModelRun:
         state, found = setup.step(state, placed)
         metrics.append(found)
         if step == 0:
-            moment = optax.tree_utils.tree_get(state.opt_state, "mu")
-            factor = _gradient_factor(setup.config.optimizer, float(found["grad_norm"]))
-            gradients = {
-                name: np.asarray(x).astype(np.float64) * factor for name, x in _named(moment)
-            }
+            norm = float(found["grad_norm"])
+            gradients = _first_gradients(state.opt_state, setup.config.optimizer, norm)
     return ModelRun(
         losses=np.array([float(found["loss"]) for found in metrics]),
         grad_norms=np.array([float(found["grad_norm"]) for found in metrics]),
@@ -256,11 +255,19 @@ def _run_once(setup: TrainSetup, batch: Batch, initial: TrainState) -> ModelRun:
     )
 
 
-def _gradient_factor(optimizer: OptimizerConfig, grad_norm: float) -> float:
-    """What turns Adam's first moment after one step into the gradient before clipping."""
+def _first_gradients(
+    opt_state: Any, optimizer: OptimizerConfig, grad_norm: float
+) -> dict[str, Any]:
+    """The gradients before clipping, by name, from the optimizer's state after one step."""
     clipped = 0 < optimizer.clip_norm <= grad_norm
     scale = grad_norm / optimizer.clip_norm if clipped else 1.0
-    return scale / (1 - optimizer.beta1)
+    factors = {"mu": scale / (1 - optimizer.beta1), "trace": scale}
+    return {
+        name: np.asarray(x).astype(np.float64) * factor
+        for moment, factor in factors.items()
+        for _, found in optax.tree_utils.tree_get_all_with_path(opt_state, moment)
+        for name, x in _named(found)
+    }
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

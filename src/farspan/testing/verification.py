@@ -37,7 +37,7 @@ _ORACLE_ARRAYS = 5  # float64 [B, H, S, S] alive at once in the dense oracle
 
 _QUANTITIES = ("out (plain)", "lse (plain)", "out", "lse", "dq", "dk", "dv")
 
-Phase = Callable[[str], AbstractContextManager[None]]
+Phase = Callable[[str], AbstractContextManager[object]]
 
 
 class Check(NamedTuple):
@@ -100,7 +100,7 @@ def verify(configs: Sequence[TrainConfig], phase: Phase) -> Iterator[list[Check]
     shared = configs[0]
     seq_len = shared.data.seq_len
     documents = document_lengths(seq_len, _pieces(contexts))
-    if not shared.data.packing:
+    if not shared.data.packs:
         documents = (seq_len - seq_len // 8,)
     batch = model_batch(
         shared.model.vocab_size, shared.batch_size, seq_len, documents, seed=shared.seed
@@ -116,7 +116,7 @@ def _attention_checks(
     config: TrainConfig, context: ContextParallel, documents: tuple[int, ...], phase: Phase
 ) -> list[Check]:
     model = config.model
-    cases = {"packed" if config.data.packing else "padded": documents, "unpacked": None}
+    cases = {"packed" if config.data.packs else "padded": documents, "unpacked": None}
     checks: list[Check] = []
     kinds = layer_kinds(model, context)
     for (name, lengths), (window, kind) in itertools.product(cases.items(), kinds.items()):

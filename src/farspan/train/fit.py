@@ -12,6 +12,7 @@ from farspan.plan.hardware import TpuChip, find_chip
 from farspan.plan.memory import binary_size
 from farspan.plan.workload import AttentionLayers, NoDevice, Workload, shard_bytes
 from farspan.train.config import TrainConfig, device_count
+from farspan.train.optimizer import moment_dtypes
 from farspan.train.parallel import layer_kinds, make_context
 from farspan.train.step import TrainSetup
 
@@ -31,10 +32,15 @@ def make_workload(config: TrainConfig, document_tokens: int = 0) -> Workload:
     Raises:
       ValueError: If the combination of sizes is not possible.
     """
-    model = config.model
+    model, optimizer = config.model, config.optimizer
     places = [NoDevice(place) for place in range(device_count(config))]
     context = make_context(config.parallel, model, places)
     multiple = context.sequence_multiple
+
+    def kept_dtypes(axes: tuple[str, ...]) -> tuple[str, ...]:
+        mean = ("float32",) if optimizer.ema_decay else ()
+        return moment_dtypes(optimizer, model.param_dtype, axes) + mean
+
     return Workload(
         model=model,
         context=context,
@@ -45,7 +51,7 @@ def make_workload(config: TrainConfig, document_tokens: int = 0) -> Workload:
         seq_len=-(-config.data.seq_len // multiple) * multiple,
         rows=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
-        moment_dtypes=(model.param_dtype,) * 2,
+        kept_dtypes=kept_dtypes,
         document_tokens=document_tokens,
     )
 

@@ -1,6 +1,9 @@
-"""AdamW with warm-up, cosine decay, clipping by the global norm and a decay mask.
+"""Optimizers and learning rates: AdamW or Muon, clipped by the global norm, decayed by a mask.
 
-Source: arXiv 1711.05101 (decoupled weight decay).
+The learning rate is no part of an optimizer: whoever takes the step multiplies with it
+(`farspan.train.state.advance`). So it follows the steps of the run, whatever the optimizer counts.
+
+Sources: arXiv:1711.05101 (decoupled weight decay), arXiv:2404.06395 (warm-up, stable, decay).
 """
 
 from __future__ import annotations
@@ -8,35 +11,68 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from farspan.train.config import OptimizerConfig
+from farspan.train.muon import is_hidden_matrix, orthogonalize
 
-FINAL_LEARNING_RATE_FRACTION = 0.1
 _UNDECAYED = ("norm", "bias", "sink")
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate as a function of the number of steps done.
 
-    It rises linearly over `warmup_steps` (step 0 already moves), then follows a cosine to a tenth
-    of the peak at `steps`. A run that is shorter than its warm-up only rises.
+    It rises linearly over `warmup_steps` (step 0 already moves) to its peak, at step
+    `warmup_steps - 1`. From there `cosine` and `linear` fall to `final_learning_rate_fraction` of
+    the peak at step `steps - 1`, the last; `wsd` keeps the peak until the last `decay_steps` steps
+    and then falls linearly to that fraction; `constant` stays. A run that is shorter than its
+    warm-up only rises.
 
     Args:
-        config: peak and warm-up.
+        config: schedule, peak, warm-up, decay and fraction.
         steps: optimizer steps of the whole run.
 
     Returns:
         A function of the step (0 for the first), an int or an int32 array.
+
+    Raises:
+        ValueError: `decay_steps` does not fit the schedule or the number of steps.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    return optax.warmup_cosine_decay_schedule(
-        init_value=peak / max(1, warmup),
-        peak_value=peak,
-        warmup_steps=max(0, warmup - 1),
-        decay_steps=max(steps, warmup + 1),
-        end_value=FINAL_LEARNING_RATE_FRACTION * peak,
-    )
+    _check_decay(config, steps)
+    peak, fraction = config.learning_rate, config.final_learning_rate_fraction
+    risen = max(0, config.warmup_steps - 1)
+    falling = max(1, steps - 1 - risen)
+    parts = [optax.linear_schedule(peak / max(1, config.warmup_steps), peak, risen)]
+    boundaries = [risen]
+    if config.schedule == "cosine":
+        parts.append(optax.cosine_decay_schedule(peak, falling, fraction))
+    elif config.schedule == "linear":
+        parts.append(optax.linear_schedule(peak, fraction * peak, falling))
+    elif config.schedule == "constant":
+        parts.append(optax.constant_schedule(peak))
+    else:
+        parts.append(optax.constant_schedule(peak))
+        parts.append(optax.linear_schedule(peak, fraction * peak, config.decay_steps))
+        boundaries.append(steps - 1 - config.decay_steps)
+    return optax.join_schedules(parts, boundaries)
+
+
+def _check_decay(config: OptimizerConfig, steps: int) -> None:
+    decay, warmup = config.decay_steps, config.warmup_steps
+    if config.schedule != "wsd":
+        if decay:
+            raise ValueError(
+                f"decay_steps belongs to schedule wsd alone, got decay_steps={decay} with schedule "
+                f"{config.schedule}; use --schedule wsd, or --decay-steps 0"
+            )
+    elif decay < 1 or warmup + decay > steps:
+        raise ValueError(
+            "schedule wsd needs decay_steps of at least 1, which with warmup_steps fit into steps, "
+            f"got decay_steps={decay}, warmup_steps={warmup} and steps={steps}; use for example "
+            f"--decay-steps {max(1, min(steps - warmup, steps // 10))}, or fewer --warmup-steps"
+        )
 
 
 def decay_mask(params: Any) -> Any:
@@ -52,23 +88,70 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decayed, params)
 
 
-def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run: clip by global norm, AdamW, schedule.
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Norm of all elements of all arrays together, in float32 whatever their types."""
+    return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
+
+
+def build_optimizer(config: OptimizerConfig, places: Any = None) -> optax.GradientTransformation:
+    """The optimizer of a run: clip by the global norm, AdamW or Muon, decoupled weight decay.
+
+    Its updates are those of learning rate 1. With Muon, `beta1` is the decay of its momentum
+    (Nesterov's), too; its updates are scaled so that their elements are as large as AdamW's, which
+    lets the learning rate and weight decay of AdamW carry over (`farspan.train.muon`).
 
     Args:
-        config: rates, betas, decay and clipping.
-        steps: optimizer steps of the whole run, which shape the schedule.
+        config: the optimizer, its betas, decay and clipping.
+        places: tree like the parameters of a `farspan.train.muon.Place` each. Muon needs it.
 
     Returns:
-        A transformation over any parameter pytree; its state mirrors the parameters' shapes.
+        A transformation over the parameters; its state mirrors their shapes.
+
+    Raises:
+        ValueError: Muon was not told where the parameters lie.
     """
-    adamw = optax.adamw(
-        learning_rate_schedule(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    return optax.chain(
+        _clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        _direction(config, places),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale(-1.0),
     )
-    if config.clip_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def moment_dtypes(
+    config: OptimizerConfig, param_dtype: str, axes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Types of the arrays of a parameter's shape that the optimizer keeps for it.
+
+    Args:
+        config: the optimizer.
+        param_dtype: type of the parameter.
+        axes: names of its axes.
+    """
+    once = config.optimizer == "muon" and is_hidden_matrix(axes)
+    return (param_dtype,) if once else (param_dtype, param_dtype)
+
+
+def _direction(config: OptimizerConfig, places: Any) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(config.beta1, config.beta2)
+    if config.optimizer == "adamw":
+        return adam
+    if places is None:
+        raise ValueError(
+            "muon needs the place of every parameter, got none; hand over the tree of places"
+        )
+    muon = optax.chain(optax.trace(config.beta1, nesterov=True), orthogonalize(places))
+    labels = jax.tree.map(lambda place: "muon" if place.is_hidden_matrix else "adamw", places)
+    return optax.partition({"muon": muon, "adamw": adam}, labels)
+
+
+def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """As optax's, with a norm in float32 for any type of gradients."""
+
+    def clip(updates: Any, _: Any) -> Any:
+        norm = global_norm(updates)
+        return jax.tree.map(
+            lambda x: jnp.where(norm < most, x, (x / norm * most).astype(x.dtype)), updates
+        )
+
+    return optax.stateless(clip)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from farspan.context import ContextParallel
 from farspan.dist import gather_shards, scatter_sum
-from farspan.ops.cross_entropy import cross_entropy_gradients, cross_entropy_sum
+from farspan.ops.cross_entropy import cross_entropy_gradients, cross_entropy_sums
 from farspan.ops.linear import linear_gradients
 
 
@@ -184,50 +184,60 @@ def _embedding_backward(split: Split, saved: Any, gradient: Array) -> tuple[Arra
 sharded_embedding.defvjp(_embedding_forward, _embedding_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sharded_cross_entropy(
     split: Split,
+    squares: bool,
     hidden: Inexact[Array, "B S M"],
     head: Float[Array, "M V"],
     labels: Int[Array, "B S"],
-) -> Float[Array, ""]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sums the cross-entropy of all labelled tokens on all devices, a tile of logits at a time.
 
     Args:
       split: How tokens and the head lie on the mesh.
+      squares: Whether the squared normalisers are summed as well, for a z-loss.
       hidden: Final hidden states.
       head: Output head.
       labels: Next tokens or `IGNORE_LABEL`.
 
     Returns:
-      The sum in nats, float32, the same on every device.
+      The sums of `farspan.ops.cross_entropy.cross_entropy_sums`, the same on every device.
     """
 
-    def local(hidden: Array, head: Array, labels: Array) -> Array:
+    def local(hidden: Array, head: Array, labels: Array) -> tuple[Array, Array]:
         head = split.gather(head, hidden.dtype)
-        return split.sum(cross_entropy_sum(_flat(hidden), head, labels.reshape(-1)))
+        found = cross_entropy_sums(_flat(hidden), head, labels.reshape(-1), squares=squares)
+        return split.sum(found[0]), split.sum(found[1]) if squares else found[1]
 
     in_specs = (split.tokens(3), split.spec, split.tokens(2))
     return split.run(local, in_specs, PartitionSpec())(hidden, head, labels)
 
 
 def _cross_entropy_forward(
-    split: Split, hidden: Array, head: Array, labels: Array
-) -> tuple[Array, Any]:
-    return sharded_cross_entropy(split, hidden, head, labels), (hidden, head, labels)
+    split: Split, squares: bool, hidden: Array, head: Array, labels: Array
+) -> tuple[tuple[Array, Array], Any]:
+    found = sharded_cross_entropy(split, squares, hidden, head, labels)
+    return found, (hidden, head, labels)
 
 
-def _cross_entropy_backward(split: Split, saved: Any, dloss: Array) -> tuple[Array, Array, None]:
+def _cross_entropy_backward(
+    split: Split, squares: bool, saved: Any, dsums: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     hidden, head, labels = saved
 
-    def local(hidden: Array, head: Array, labels: Array, dloss: Array) -> tuple[Array, Array]:
+    def local(
+        hidden: Array, head: Array, labels: Array, dloss: Array, dsquares: Array
+    ) -> tuple[Array, Array]:
         head = split.gather(head, hidden.dtype)
-        dhidden, dhead = cross_entropy_gradients(_flat(hidden), head, labels.reshape(-1), dloss)
+        dhidden, dhead = cross_entropy_gradients(
+            _flat(hidden), head, labels.reshape(-1), dloss, dsquares if squares else None
+        )
         return dhidden.reshape(hidden.shape), split.sum_into_shards(dhead)
 
-    in_specs = (split.tokens(3), split.spec, split.tokens(2), PartitionSpec())
+    in_specs = (split.tokens(3), split.spec, split.tokens(2), PartitionSpec(), PartitionSpec())
     out_specs = (split.tokens(3), split.spec)
-    dhidden, dhead = split.run(local, in_specs, out_specs)(hidden, head, labels, dloss)
+    dhidden, dhead = split.run(local, in_specs, out_specs)(hidden, head, labels, *dsums)
     return dhidden, dhead.astype(head.dtype), None
 
 

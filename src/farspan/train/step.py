@@ -23,6 +23,7 @@ from farspan.masks import Mask, visible_pairs
 from farspan.models import decoder
 from farspan.schedules import pairs_per_shard
 from farspan.train.config import TrainConfig
+from farspan.train.muon import Place
 from farspan.train.optimizer import build_optimizer, learning_rate_schedule
 from farspan.train.parallel import LayerKind, layer_kinds, make_context
 from farspan.train.sharded import (
@@ -31,26 +32,11 @@ from farspan.train.sharded import (
     sharded_embedding,
     sharded_linear,
 )
+from farspan.train.state import TrainState, advance, first_state
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID, Leaf
 
 UNBALANCED = 1.05
 """Work of the busiest device over the mean, for a row of one document, that is worth a word."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """What a step changes: all that a checkpoint holds of the model.
-
-    Attributes:
-      step: Optimizer steps done, int32 scalar.
-      params: Parameters.
-      opt_state: State of the optimizer, split like the parameters.
-    """
-
-    step: Leaf
-    params: decoder.Params
-    opt_state: Any
 
 
 @jax.tree_util.register_dataclass
@@ -75,26 +61,22 @@ class TrainSetup:
         self.config = config
         self.context = context
         self.kinds: dict[int | None, LayerKind] = layer_kinds(config.model, context)
-        self._optimizer = build_optimizer(config.optimizer, config.steps)
         self._rate = learning_rate_schedule(config.optimizer, config.steps)
-        shapes = jax.eval_shape(self._init, jax.random.key(0))
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        shapes = jax.eval_shape(self._init_params, self._seed)
         axes = decoder.logical_axes(config.model)
-        self._param_shardings: decoder.Params = parameter_shardings(shapes.params, axes, self.mesh)
-        opt_shardings = optax.tree_map_params(
-            self._optimizer,
-            lambda _, sharding: sharding,
-            shapes.opt_state,
-            self._param_shardings,
-            transform_non_params=lambda _: everywhere,
-        )
-        self._shardings = TrainState(everywhere, self._param_shardings, opt_shardings)
-        self._shapes = shapes
+        self._param_shardings: decoder.Params = parameter_shardings(shapes, axes, self.mesh)
+        places = jax.tree.map(lambda x, names: Place(names, x), self._param_shardings, axes)
+        self._optimizer = build_optimizer(config.optimizer, places)
+        self._shapes = jax.eval_shape(self._init, self._seed)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self._shardings = self._split_state(everywhere)
+        self._first_state = jax.jit(self._init, out_shardings=self._shardings)
         self._step = jax.jit(
             self._step_on_devices,
             donate_argnums=0,
             out_shardings=(self._shardings, everywhere),
         )
+        self._evaluate = jax.jit(self._evaluate_on_devices, out_shardings=everywhere)
 
     @property
     def mesh(self) -> Mesh:
@@ -135,8 +117,7 @@ class TrainSetup:
 
     def init_state(self) -> TrainState:
         """Draws the initial parameters right into their shards."""
-        init = jax.jit(self._init, out_shardings=self._shardings)
-        return init(jax.random.key(self.config.seed))
+        return self._first_state(self._seed)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
@@ -207,28 +188,34 @@ class TrainSetup:
 
         Returns:
           The new state, and `loss` (sum over count of the global batch's labelled tokens, nats),
-          `grad_norm` (before clipping), `learning_rate` and `valid_tokens`.
+          `z_loss` (what the z-loss adds to it in the objective, its weight included), `grad_norm`
+          (before clipping), `learning_rate`, `valid_tokens` and `finite` (0 where the loss or the
+          gradient is not finite: then only the number of steps has changed).
         """
         return self._step(state, batch)
+
+    def evaluate(self, state: TrainState, batch: DeviceBatch) -> dict[str, Array]:
+        """Computes the loss of a batch; the state is left as it is.
+
+        Returns:
+          `loss_sum` (nats, over the global batch's labelled tokens), `valid_tokens`, and
+          `ema_loss_sum`, that of the running mean of the parameters, where there is one.
+        """
+        loss, count = self._evaluate(state.params, batch)
+        found = {"loss_sum": loss, "valid_tokens": count}
+        if state.ema is not None:
+            found["ema_loss_sum"], _ = self._evaluate(state.ema, batch)
+        return found
 
     def gradients(
         self, params: decoder.Params, batch: DeviceBatch
     ) -> tuple[Float[Array, ""], Int[Array, ""], decoder.Params]:
-        """Mean loss, number of labelled tokens, and gradients of the mean loss (traceable)."""
-        run = jax.value_and_grad(self._loss_sum)
-        parts = len(batch.tokens)
-        if parts == 1:
-            total, sums = run(params, jax.tree.map(lambda x: x[0], batch))
-        else:
+        """Mean of the objective, number of labelled tokens, and gradients of the mean (traceable).
 
-            def accumulate(carry: Any, part: DeviceBatch) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, carry, run(params, part)), None
-
-            nothing = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
-            (total, sums), _ = jax.lax.scan(accumulate, nothing, batch)
-        count = self._count(batch)
-        scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        return total * scale, count, jax.tree.map(lambda x: x * scale.astype(x.dtype), sums)
+        The objective is the loss and, where it has a weight, the z-loss.
+        """
+        loss, z_loss, count, gradients = self._mean_gradients(params, batch)
+        return loss + z_loss, count, gradients
 
     def flops_per_step(self, batch: Batch) -> int:
         """Model FLOPs of one step, forward and backward, recomputation not counted.
@@ -254,7 +241,7 @@ class TrainSetup:
     @property
     def _places_rows(self) -> bool:
         """Whether a placement comes with the batch."""
-        return self._orders_rows or (self.config.data.packing and self._has_ring)
+        return self._orders_rows or (self.config.data.packs and self._has_ring)
 
     def _placement(
         self, index: Any, hops: tuple[schedules.Hops, ...], masks: tuple[Mask, ...]
@@ -272,16 +259,40 @@ class TrainSetup:
         """Whether keys travel round a ring in some layer."""
         return any(kind.has_ring for kind in self.kinds.values())
 
-    def _init(self, rng: Array) -> TrainState:
-        params: Any = decoder.init_params(self.config.model, rng)
-        return TrainState(jnp.zeros((), jnp.int32), params, self._optimizer.init(params))
+    @property
+    def _seed(self) -> np.uint32:
+        """Handed to `_init`: as a constant in it, the compiler would draw parameters itself."""
+        return np.uint32(self.config.seed)
+
+    def _init_params(self, seed: Any) -> Any:
+        return decoder.init_params(self.config.model, jax.random.key(seed))
+
+    def _init(self, seed: Any) -> TrainState:
+        params = self._init_params(seed)
+        return first_state(params, self._optimizer, self.config.optimizer)
+
+    def _split_state(self, everywhere: NamedSharding) -> TrainState:
+        """Shardings of the state: what has the parameters' shapes is split like them."""
+        opt_state = optax.tree_map_params(
+            self._optimizer,
+            lambda x, sharding: x if isinstance(x, optax.MaskedNode) else sharding,
+            self._shapes.opt_state,
+            self._param_shardings,
+            transform_non_params=lambda _: everywhere,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        )
+        ema = None if self._shapes.ema is None else self._param_shardings
+        return TrainState(everywhere, self._param_shardings, opt_state, ema)
 
     def _project(self, name: str, x: Array, weight: Array) -> Array:
         stacked: NamedSharding = getattr(self._param_shardings.layers, name)
         split = Split(self.context, PartitionSpec(*stacked.spec[1:]))
         return sharded_linear(split, decoder.PROJECTIONS[name], x, weight)
 
-    def _loss_sum(self, params: decoder.Params, batch: DeviceBatch) -> Array:
+    def _loss_sums(
+        self, params: decoder.Params, batch: DeviceBatch, *, squares: bool = False
+    ) -> tuple[Array, Array]:
+        """Sums as of `sharded_cross_entropy`, for one part of a batch."""
         embedding_spec = self._param_shardings.embedding.spec
 
         def attend(query: Array, key: Array, value: Array, *, window: int | None) -> Array:
@@ -301,7 +312,45 @@ class TrainSetup:
         hidden = decoder.forward(params, batch.tokens, batch.positions, model, runtime)
         head = decoder.output_head(params)
         head_spec = parameter_spec(head.shape, decoder.HEAD_AXES, self.mesh)
-        return sharded_cross_entropy(Split(self.context, head_spec), hidden, head, batch.labels)
+        split = Split(self.context, head_spec)
+        return sharded_cross_entropy(split, squares, hidden, head, batch.labels)
+
+    def _mean_gradients(
+        self, params: decoder.Params, batch: DeviceBatch
+    ) -> tuple[Array, Array, Array, decoder.Params]:
+        """Mean loss, mean z-loss times its weight, labelled tokens, gradients of both means."""
+        weight = self.config.optimizer.z_loss
+
+        def objective(params: decoder.Params, part: DeviceBatch) -> tuple[Array, Any]:
+            losses, squares = self._loss_sums(params, part, squares=weight > 0)
+            z_losses = weight * squares
+            return losses + z_losses, (losses, z_losses)
+
+        run = jax.value_and_grad(objective, has_aux=True)
+        if len(batch.tokens) == 1:
+            (_, sums), gradients = run(params, jax.tree.map(lambda x: x[0], batch))
+        else:
+
+            def accumulate(carry: Any, part: DeviceBatch) -> tuple[Any, None]:
+                (_, sums), gradients = run(params, part)
+                return jax.tree.map(jnp.add, carry, (sums, gradients)), None
+
+            zero = jnp.zeros((), jnp.float32)
+            nothing = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
+            (sums, gradients), _ = jax.lax.scan(accumulate, nothing, batch)
+        count = self._count(batch)
+        scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
+        gradients = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
+        return sums[0] * scale, sums[1] * scale, count, gradients
+
+    def _evaluate_on_devices(
+        self, params: decoder.Params, batch: DeviceBatch
+    ) -> tuple[Array, Array]:
+        def add(total: Array, part: DeviceBatch) -> tuple[Array, None]:
+            return total + self._loss_sums(params, part)[0], None
+
+        total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)
+        return total, self._count(batch)
 
     def _count(self, batch: DeviceBatch) -> Int[Array, ""]:
         return jnp.sum(batch.labels != IGNORE_LABEL, dtype=jnp.int32)
@@ -309,18 +358,13 @@ class TrainSetup:
     def _step_on_devices(
         self, state: TrainState, batch: DeviceBatch
     ) -> tuple[TrainState, dict[str, Array]]:
-        loss, count, gradients = self.gradients(state.params, batch)
-        weights: Any = state.params  # optax's types know arrays and containers, not dataclasses
-        sums: Any = gradients
-        updates, opt_state = self._optimizer.update(sums, state.opt_state, weights)
-        params: Any = optax.apply_updates(weights, updates)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(sums),
-            "learning_rate": jnp.asarray(self._rate(state.step), jnp.float32),
-            "valid_tokens": count,
-        }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        loss, z_loss, count, gradients = self._mean_gradients(state.params, batch)
+        rate = jnp.asarray(self._rate(state.step), jnp.float32)
+        state, outcome = advance(
+            state, gradients, loss + z_loss, rate,
+            optimizer=self._optimizer, config=self.config.optimizer,
+        )  # fmt: skip
+        return state, {"loss": loss, "z_loss": z_loss, "valid_tokens": count, **outcome}
 
 
 def build_setup(config: TrainConfig, devices: Sequence[Any] | None = None) -> TrainSetup:
