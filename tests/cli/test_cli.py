@@ -17,7 +17,7 @@ from farspan.cli.main import main
 from farspan.recipes import RECIPES
 from farspan.train.config import TrainConfig
 from farspan.train.loop import RunResult
-from farspan.train.metrics import read_metrics
+from farspan.train.metrics import EvalRecord, read_metrics
 
 
 @pytest.fixture
@@ -25,19 +25,22 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Replaces training; the list receives the configurations that would have been trained."""
     configs: list[TrainConfig] = []
 
-    def run(config: TrainConfig) -> RunResult:
+    def run(config: TrainConfig, name: str) -> tuple[RunResult, bool]:
         configs.append(config)
-        run_dir = Path(config.run_dir)
-        return RunResult(
+        run_dir = Path(config.run_dir or f"runs/{name}-now")
+        result = RunResult(
             run_dir=run_dir,
             steps=config.steps,
             final_loss=2.0,
             final_loss_steps=3,
             unigram_loss=3.25,
+            evaluation=EvalRecord(config.steps, 2.5, 100, None, 1.0),
+            skipped=1,
             metrics=run_dir / "metrics.jsonl",
             checkpoint=run_dir / "checkpoints" / str(config.steps),
             stopped_by=None,
         )
+        return result, True
 
     monkeypatch.setattr(train_command, "_train", run)
     return configs
@@ -52,13 +55,13 @@ def parse(*arguments: str) -> TrainConfig:
 def test_every_field_is_a_flag_that_sets_it() -> None:
     config = parse(
         *("--seq-len", "4096", "--num_layers=2", "--context-parallel-strategy", "ring"),
-        *("--context_parallel_size", "4", "--no-packing", "--learning-rate", "1e-3"),
+        *("--context_parallel_size", "4", "--packing", "none", "--learning-rate", "1e-3"),
         *("--data", "a b.txt", "--steps", "7", "--run-dir", "out", "--kernel", "xla"),
     )
     assert (config.data.seq_len, config.model.num_layers) == (4096, 2)
     assert config.parallel.context_parallel_strategy == "ring"
     assert config.parallel.context_parallel_size == 4
-    assert config.data.packing is False
+    assert config.data.packing == "none"
     assert config.optimizer.learning_rate == 1e-3
     assert (config.data.data, config.steps) == ("a b.txt", 7)
     assert (config.run_dir, config.kernel) == ("out", "xla")
@@ -76,7 +79,7 @@ def test_every_field_is_a_flag_that_sets_it() -> None:
         (["train", "quickstart", "--xyzzy"], "no flag --xyzzy"),
         (["train", "quickstart", "--context-parallel-strategy", "rign"], 'did you mean "ring"'),
         (["train", "quickstart", "--context-parallel-strategy=uly"], 'did you mean "ulysses"'),
-        (["train", "quickstart", "--packing", "false"], "use --packing or --no-packing"),
+        (["train", "quickstart", "--streaming", "false"], "use --streaming or --no-streaming"),
         (["train", "quickstart", "5"], "no argument 5"),
         (["train", "quickstart", "--seq-len", "many"], "--seq-len"),
         (["train", "quickstart", "--seq-len"], "--seq-len"),
@@ -113,7 +116,7 @@ def test_errors_of_a_run_are_one_line_and_the_traceback_is_there_for_the_asking(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(_: TrainConfig) -> RunResult:
+    def fail(*_: object) -> RunResult:
         raise error
 
     monkeypatch.setattr(train_command, "_train", fail)
@@ -131,7 +134,7 @@ def test_errors_of_a_run_are_one_line_and_the_traceback_is_there_for_the_asking(
 def test_a_missing_extra_is_named_and_other_modules_are_not_guessed_at(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: TrainConfig) -> RunResult:
+    def fail(*_: object) -> RunResult:
         raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
 
     monkeypatch.setattr(train_command, "_train", fail)
@@ -144,7 +147,7 @@ def test_a_missing_extra_is_named_and_other_modules_are_not_guessed_at(
 
 
 def test_an_unexpected_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: TrainConfig) -> RunResult:
+    def fail(*_: object) -> RunResult:
         raise KeyError("a bug")
 
     monkeypatch.setattr(train_command, "_train", fail)
@@ -157,14 +160,16 @@ def test_a_run_ends_with_its_loss_its_files_and_the_next_command(
 ) -> None:
     assert main(["train", "quickstart", "--seed", "5", "--steps=9", "--log-every", "2"]) == 0
     (config,) = trained
-    assert config.run_dir.startswith("runs/quickstart-")
+    assert config.run_dir == ""
     printed = capsys.readouterr().out
     assert "done: step 9 of 9" in printed
     assert "2.0000 nats a token (mean of the last 3 steps)" in printed
     assert "3.2500" in printed
-    assert f"{config.run_dir}/metrics.jsonl" in printed
+    assert "2.5000 nats a token, held out" in printed
+    assert "skipped     1 steps" in printed
+    assert "runs/quickstart-now/metrics.jsonl" in printed
     assert (
-        f"farspan train quickstart --seed 5 --log-every 2 --run-dir {config.run_dir} --steps 18"
+        "farspan train quickstart --seed 5 --log-every 2 --run-dir runs/quickstart-now --steps 18"
         in printed
     )
 
@@ -172,8 +177,8 @@ def test_a_run_ends_with_its_loss_its_files_and_the_next_command(
 def test_a_stopped_run_exits_with_the_signals_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    result = RunResult(tmp_path, 4, 2.0, 4, 3.0, tmp_path / "m", tmp_path / "c", 15)
-    monkeypatch.setattr(train_command, "_train", lambda _: result)
+    result = RunResult(tmp_path, 4, 2.0, 4, 3.0, None, 0, tmp_path / "m", tmp_path / "c", 15)
+    monkeypatch.setattr(train_command, "_train", lambda *_: (result, True))
     assert main(["train", "quickstart", "--run_dir", "old", "--steps", "9"]) == 143
     printed = capsys.readouterr().out
     assert "stopped: step 4 of 9" in printed
@@ -211,7 +216,7 @@ def test_help_of_a_recipe_shows_every_flag_with_the_recipes_values(
         for field in dataclasses.fields(part):
             if not dataclasses.is_dataclass(getattr(part, field.name)):
                 assert f"--{field.name.replace('_', '-')}" in text
-    assert "--packing, --no-packing" in text
+    assert "--streaming, --no-streaming" in text
     assert "(default: 8192)" in text
 
 

@@ -181,7 +181,7 @@ def test_replicas_and_accumulation_get_rows_of_their_own(
 ) -> None:
     flags = (
         *("--strategy", "auto", "--context-parallel-size", "2", "--fsdp-parallel-size", "2"),
-        *("--data-parallel-size", "2", "--gradient-accumulation-steps", "5", "--no-packing"),
+        *("--data-parallel-size", "2", "--gradient-accumulation-steps", "5", "--packing", "none"),
     )
     assert main(["verify", "llama3-8b-long", *TINY, *flags]) == 1
     (run,) = verified

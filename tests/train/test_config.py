@@ -1,17 +1,18 @@
-"""Configuration: ranges, counts, and which changes a resumed run may make."""
+"""Configuration: ranges, counts and choices."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from farspan import data
 from farspan.layouts import get_layout
 from farspan.recipes import RECIPES, get_recipe
 from farspan.schedules import GENERAL_STRATEGIES
+from farspan.train import config as config_module
 from farspan.train.config import (
     ParallelConfig,
     flatten,
@@ -19,7 +20,6 @@ from farspan.train.config import (
     to_dict,
     validate,
 )
-from farspan.train.resume import check_resumable
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -57,6 +57,13 @@ def test_unknown_recipe_names_the_nearest() -> None:
         ("learning_rate", float("nan"), "--learning-rate"),
         ("beta1", 1.0, "--beta1 0.9"),
         ("beta2", -0.5, "--beta2 0.9"),
+        ("ema_decay", 1.0, "--ema-decay 0.999"),
+        ("z_loss", -1.0, "--z-loss 0"),
+        ("final_learning_rate_fraction", 1.5, "--final-learning-rate-fraction 0.1"),
+        ("eval_rows", -1, "--eval-rows 0"),
+        ("seed", -1, "--seed 0"),
+        ("seed", 2**32, "--seed 0"),
+        ("shuffle_window_rows", 0, "--shuffle-window-rows 1"),
     ],
 )
 def test_each_field_out_of_range_is_named_with_its_value_and_a_remedy(
@@ -82,6 +89,8 @@ def test_field_names_are_unique_across_sections() -> None:
 
 
 def test_choices_are_those_that_exist() -> None:
+    assert get_args(config_module.Packing) == get_args(data.Packing)
+
     def choices(config: type[Any], name: str) -> set[str]:
         return set(get_args(get_type_hints(config)[name]))
 
@@ -95,42 +104,17 @@ def test_fresh_run_dirs_carry_the_recipe_name() -> None:
     assert fresh_run_dir("quickstart").startswith("runs/quickstart-")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_layers", 5),
-        ("rope_theta", 5e5),
-        ("data", "other.txt"),
-        ("seq_len", 4096),
-        ("packing", False),
-        ("seed", 1),
-        ("batch_size", 2),
-    ],
-)
-def test_resume_refuses_what_changes_the_loss(
-    name: str, value: Any, change: Callable[..., Any]
+def test_evaluations_need_held_out_rows(change: Callable[..., Any]) -> None:
+    config = change(get_recipe("quickstart").build(), eval_every=5)
+    with pytest.raises(ValueError, match=r"eval_every=5, eval_rows=0.*--eval-rows 8"):
+        validate(config)
+    validate(change(config, eval_rows=1))
+    validate(change(config, eval_data="held-out.txt"))
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "wsd"}, {"decay_steps": 3}])
+def test_decay_steps_and_wsd_need_each_other(
+    changes: dict[str, Any], change: Callable[..., Any]
 ) -> None:
-    config = get_recipe("quickstart").build()
-    saved = json.loads(json.dumps(to_dict(config)))
-    with pytest.raises(ValueError, match=rf"resume: .*{name}: .* then, .* now.*--run-dir"):
-        check_resumable(saved, change(config, **{name: value}), Path("run"))
-
-
-def test_resume_says_what_it_lets_change(change: Callable[..., Any]) -> None:
-    config = get_recipe("quickstart").build()
-    saved = to_dict(config)
-    changed = change(
-        config,
-        context_parallel_strategy="ring",
-        context_parallel_size=4,
-        steps=500,
-        learning_rate=1e-4,
-        run_dir="elsewhere",
-        log_every=1,
-    )
-    assert sorted(check_resumable(saved, changed, Path("run"))) == [
-        "context_parallel_size: 8 -> 4",
-        "context_parallel_strategy: usp -> ring",
-        f"learning_rate: {config.optimizer.learning_rate} -> 0.0001",
-        f"steps: {config.steps} -> 500",
-    ]
+    with pytest.raises(ValueError, match="decay_steps belongs to schedule wsd"):
+        validate(change(get_recipe("quickstart").build(), **changes))

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from farspan.recipes import get_recipe
-from farspan.train import loop
+from farspan.train import loop, session
 from farspan.train.checkpoint import Checkpoints
-from farspan.train.config import TrainConfig
+from farspan.train.config import Stage, TrainConfig
 from farspan.train.metrics import read_metrics
 
 Hook = Callable[[int], None]
@@ -58,7 +58,9 @@ def train(monkeypatch: pytest.MonkeyPatch, fake_setup: type[Any]) -> Callable[..
                 if before_step:
                     before_step(number)
                 state, metrics = super().step(state, device_batch)
-                return state, {**metrics, "loss": jnp.nan} if number == poison else metrics
+                if number == poison:
+                    metrics |= {"loss": jnp.nan, "finite": 0}
+                return state, metrics
 
         monkeypatch.setattr(loop, "build_setup", Setup)
         return loop.run(config)
@@ -207,6 +209,84 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     with Checkpoints(Path(config.run_dir), keep=10) as checkpoints:
         assert checkpoints.newest() == 2
     assert sorted(losses(config)) == [1, 2, 3]
+    assert (Path(config.run_dir) / "non_finite" / "step-00000004.npz").exists()
+
+
+def test_such_a_step_is_skipped_on_request(
+    config: TrainConfig, train: Callable[..., loop.RunResult], change: Callable[..., TrainConfig]
+) -> None:
+    result = train(change(config, non_finite="skip"), poison=4)
+    assert (result.steps, result.skipped, result.final_loss_steps) == (6, 1, 5)
+    assert losses(config)[4] is None
+    assert (Path(config.run_dir) / "non_finite" / "step-00000004.npz").exists()
+
+
+def test_held_out_rows_are_evaluated_when_due_and_at_the_end(
+    config: TrainConfig, train: Callable[..., loop.RunResult], change: Callable[..., TrainConfig]
+) -> None:
+    config = change(config, eval_every=4, eval_rows=3, ema_decay=0.5)
+    result = train(config)
+    records = read_metrics(Path(config.run_dir) / "eval.jsonl")
+    assert [record["step"] for record in records] == [4, 6]
+    assert {record["eval_tokens"] for record in records} == {3 * 64}
+    assert records[1]["eval_loss"] < records[0]["eval_loss"]
+    assert records[1]["eval_loss_ema"] > records[1]["eval_loss"]  # it lags
+    assert result.evaluation is not None
+    assert result.evaluation.eval_loss == records[1]["eval_loss"]
+
+
+@pytest.mark.parametrize("crash", [3, 4, 6])
+def test_stages_change_rows_and_devices_and_resume_wherever_they_are_cut(
+    config: TrainConfig,
+    train: Callable[..., loop.RunResult],
+    change: Callable[..., TrainConfig],
+    fake_setup: type[Any],
+    crash: int,
+) -> None:
+    stages = (
+        Stage(3, seq_len=128, batch_size=1, context_parallel_size=8),
+        Stage(5, seq_len=32, batch_size=4),
+    )
+    config = change(config, stages=stages)
+    unbroken = elsewhere(config, "unbroken")
+    train(unbroken)
+    rows = [r["seq_len"] for r in read_metrics(Path(unbroken.run_dir) / "metrics.jsonl")]
+    assert rows == [64, 64, 64, 128, 128, 32]
+    with pytest.raises(KeyError, match="a crash"):
+        train(config, crash_at(crash))
+    assert train(config).steps == 6
+    assert losses(config) == losses(unbroken)
+    assert_same(final_state(config, fake_setup), final_state(unbroken, fake_setup))
+
+
+def test_a_stream_goes_on_bit_for_bit(
+    config: TrainConfig,
+    train: Callable[..., loop.RunResult],
+    change: Callable[..., TrainConfig],
+    fake_setup: type[Any],
+) -> None:
+    config = change(config, streaming=True, shuffle_window_rows=3)
+    unbroken = elsewhere(config, "unbroken")
+    assert train(unbroken).unigram_loss is None
+    with pytest.raises(KeyError, match="a crash"):
+        train(config, crash_at(4))
+    train(config)
+    assert losses(config) == losses(unbroken)
+    assert_same(final_state(config, fake_setup), final_state(unbroken, fake_setup))
+
+
+def test_a_signal_in_another_process_stops_this_one(
+    config: TrainConfig,
+    train: Callable[..., loop.RunResult],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = iter([False, False, True])
+    monkeypatch.setattr(session, "any_process", lambda _: next(answers))
+    stopped = train(config)
+    assert (stopped.steps, stopped.stopped_by) == (1, signal.SIGTERM)
+    assert "another process was asked to stop: stopping after step 1" in capsys.readouterr().out
+    assert stopped.checkpoint == Path(config.run_dir) / "checkpoints" / "1"
 
 
 def test_a_finished_run_says_so_and_changes_nothing(

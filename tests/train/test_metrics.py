@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from farspan.plan.hardware import CHIPS, find_chip
-from farspan.train.metrics import Meter, MetricsFile, StepRecord, read_metrics
+from farspan.train.metrics import (
+    EvalRecord,
+    Meter,
+    MetricsFile,
+    StepRecord,
+    peak_memory_bytes,
+    read_metrics,
+)
 
-OUTCOME = {"loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-3, "valid_tokens": 100.0}
+OUTCOME = {
+    "loss": 2.5,
+    "z_loss": 0.5,
+    "finite": 1.0,
+    "grad_norm": 1.25,
+    "learning_rate": 1e-3,
+    "valid_tokens": 100.0,
+}
 
 
-def record(step: int, meter: Meter | None = None) -> StepRecord:
-    return (meter or Meter(8, None)).record(
-        step=step, outcome=OUTCOME, flops=8 * 10**12, step_seconds=2.0, data_wait_seconds=0.5
+def record(step: int, meter: Meter | None = None, **outcome: float) -> StepRecord:
+    return (meter or Meter(8, None, 64, clock=lambda: 1e9)).record(
+        step=step,
+        outcome={**OUTCOME, **outcome},
+        flops=8 * 10**12,
+        step_seconds=2.0,
+        data_wait_seconds=0.5,
     )
 
 
 @pytest.mark.parametrize("num_devices", [1, 4, 8])
 def test_tokens_are_those_of_the_global_batch_for_every_mesh(num_devices: int) -> None:
-    measured = record(1, Meter(num_devices, None))
+    measured = record(1, Meter(num_devices, None, 64))
     assert measured.tokens == 100
     assert measured.tokens_per_second == 50.0
     assert measured.tflops_per_device == 4.0 / num_devices
@@ -29,7 +49,7 @@ def test_tokens_are_those_of_the_global_batch_for_every_mesh(num_devices: int) -
 
 def test_mfu_is_a_share_of_the_peak_and_unknown_without_one() -> None:
     assert record(1).mfu is None
-    assert record(1, Meter(8, 1e12)).mfu == 0.5
+    assert record(1, Meter(8, 1e12, 64)).mfu == 0.5
 
 
 def test_records_have_the_promised_fields(tmp_path: Path) -> None:
@@ -38,16 +58,66 @@ def test_records_have_the_promised_fields(tmp_path: Path) -> None:
         metrics.write(record(1))
         assert json.loads(path.read_text()) == {  # before the file is closed
             "step": 1,
+            "time": 1e9,
             "loss": 2.5,
+            "z_loss": 0.5,
+            "finite": True,
             "tokens": 100,
+            "seq_len": 64,
             "tokens_per_second": 50.0,
             "tflops_per_device": 0.5,
             "mfu": None,
             "step_seconds": 2.0,
+            "compiled": True,
             "data_wait_seconds": 0.5,
             "grad_norm": 1.25,
             "learning_rate": 1e-3,
+            "memory_bytes": None,
+            "goodput": None,
         }
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, done=0) as metrics:
+        metrics.write(record(1, loss=float("nan"), grad_norm=float("inf"), finite=0.0))
+        metrics.write(EvalRecord(1, float("-inf"), 10, None, 1.5))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    step, evaluation = (
+        json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()
+    )
+    assert (step["loss"], step["grad_norm"], step["finite"]) == (None, None, False)
+    assert step["z_loss"] == 0.5
+    assert (evaluation["eval_loss"], evaluation["eval_tokens"]) == (None, 10)
+
+
+class FakeDevice:
+    """A device that tells what it holds."""
+
+    platform = "tpu"
+
+    def __init__(self, statistics: dict[str, int] | None) -> None:
+        self.statistics = statistics
+
+    def memory_stats(self) -> Any:
+        return self.statistics
+
+
+def test_memory_is_the_peak_of_the_fullest_device_that_tells() -> None:
+    full, fuller = FakeDevice({"peak_bytes_in_use": 5}), FakeDevice({"peak_bytes_in_use": 7})
+    assert peak_memory_bytes([full, fuller, FakeDevice(None)]) == 7
+    assert record(1, Meter(2, None, 64, local_devices=[fuller, full])).memory_bytes == 7
+    assert peak_memory_bytes([FakeDevice(None)]) is None
+    assert peak_memory_bytes([FakeDevice({"bytes_in_use": 5})]) is None
+
+
+def test_on_cpu_memory_is_what_the_process_held_at_most() -> None:
+    held = peak_memory_bytes(jax.local_devices())
+    assert held is not None
+    assert 2**26 < held < 2**36  # bytes, not KiB
 
 
 def test_a_resumed_run_continues_the_file_at_its_step(tmp_path: Path) -> None:

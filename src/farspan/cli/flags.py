@@ -1,13 +1,22 @@
-"""Flags from the fields of nested dataclasses: `seq_len` becomes `--seq-len`."""
+"""Flags from the fields of nested dataclasses: `seq_len` becomes `--seq-len`.
+
+A field that is a tuple of dataclasses becomes a flag that takes one word for each of them:
+`--stages from_step=1000,seq_len=65536 from_step=1200,seq_len=1048576`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from farspan.errors import unknown_choice
+from farspan.train.decode import alternatives, decode
+
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 Config = TypeVar("Config")
 
@@ -30,13 +39,15 @@ def parse_flags(
       A configuration of the same type.
 
     Raises:
-      ValueError: A flag, or the value of a flag with fixed choices, is unknown; the message names
-        the nearest.
+      ValueError: A flag, the value of a flag with fixed choices, or a key in a word of pairs is
+        unknown, and the message names the nearest; or a word of pairs has another mistake.
       SystemExit: After printing help (0), or an error in a value (2).
     """
     _check_names(arguments, field_types(default), prog)
     import tyro  # late: other commands do without it
 
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_words_rule)
     return tyro.cli(
         type(default),
         prog=prog,
@@ -44,6 +55,7 @@ def parse_flags(
         args=list(arguments),
         default=default,
         config=(tyro.conf.OmitArgPrefixes,),
+        registry=registry,
     )
 
 
@@ -63,7 +75,7 @@ def field_types(config: Any) -> dict[str, Any]:
 def _check_names(arguments: Sequence[str], types: dict[str, Any], prog: str) -> None:
     switches = {f"no-{name}": bool for name, kind in types.items() if kind is bool}
     known = {"help": bool, **types, **switches}
-    rest = list(arguments)
+    rest, taken = list(arguments), set[str]()
     while rest:
         typed, equals, value = rest.pop(0).partition("=")
         if typed == "-h":
@@ -84,10 +96,85 @@ def _check_names(arguments: Sequence[str], types: dict[str, Any], prog: str) -> 
                     f"--no-{name}"
                 )
             continue
+        if element := _element(kind):
+            if name in taken:
+                raise ValueError(
+                    f"--{name} must be given once, got it again; put all words behind one --{name}"
+                )
+            taken.add(name)
+            words = [value] if equals else _take_words(rest)
+            for word in words:
+                _parse_pairs(element, word, f"--{name}")
+            continue
         if not equals and rest:
             value = rest.pop(0)
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise unknown_choice(f"--{name}", value, get_args(kind))
+
+
+def _take_words(rest: list[str]) -> list[str]:
+    """Removes the words up to the next flag."""
+    count = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+    words, rest[:] = rest[:count], rest[count:]
+    return words
+
+
+def _element(kind: Any) -> type[Any] | None:
+    """The dataclass of which `kind` is a tuple of any length; None for other types."""
+    if get_origin(kind) is tuple and dataclasses.is_dataclass(get_args(kind)[0]):
+        return get_args(kind)[0]
+    return None
+
+
+def _words_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Tells tyro how words of pairs become a tuple of dataclasses."""
+    element = _element(info.type)
+    if element is None:
+        return None
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[KEY=VALUE,... ...]",
+        instance_from_str=lambda words: tuple(
+            _parse_pairs(element, word, element.__name__) for word in words
+        ),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda values: [_format_pairs(value) for value in values],
+    )
+
+
+def _parse_pairs(kind: type[Any], word: str, where: str) -> Any:
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for pair in word.split(","):
+        typed, equals, text = pair.partition("=")
+        key = typed.replace("-", "_")
+        if not equals or not text or key in values:
+            wrong = f"{key} twice" if key in values else repr(pair)
+            raise ValueError(
+                f"{where}: each word must be KEY=VALUE,KEY=VALUE with every key once, got {wrong} "
+                f"in {word!r}; the keys are {', '.join(hints)}"
+            )
+        values[key] = _from_text(alternatives(hints.get(key)), text)
+    return decode(kind, values, where)
+
+
+def _format_pairs(value: Any) -> str:
+    """The word that `_parse_pairs` reads as `value`; what is None is left out."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return ",".join(f"{key}={held}" for key, held in fields.items() if held is not None)
+
+
+def _from_text(kinds: tuple[Any, ...], text: str) -> Any:
+    """The value of one of these types for which a text stands; else the text itself."""
+    if bool in kinds and text in ("true", "false"):
+        return text == "true"
+    if int in kinds and re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if float in kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+        return float(text)
+    return text
 
 
 def _flag_name(field_name: str) -> str:

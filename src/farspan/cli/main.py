@@ -14,13 +14,18 @@ from farspan.platform import skip_absent_tpu
 
 COMMANDS = {
     "train": "Train a language model from a recipe.",
+    "launch": "Run a command in several processes of this machine, and start them again.",
+    "data": "Tokenise a run's data ahead, and say how it packs.",
     "plan": "Say what a training step costs on given TPUs, and whether it fits; needs no devices.",
     "verify": "Check on your own devices that split training is exact.",
     "show": "Draw a mask, a layout or a schedule; needs no devices.",
 }
 
 _EXTRA_OF = {  # the extra that brings a module
-    **dict.fromkeys(("grain", "optax", "orbax", "rich", "tyro"), "train"),
+    **dict.fromkeys(("grain", "optax", "orbax", "rich", "tensorboardX", "tyro"), "train"),
+    **dict.fromkeys(
+        ("fsspec", "jinja2", "pyarrow", "sentencepiece", "tokenizers", "zstandard"), "data"
+    ),
     "matplotlib": "show",
 }
 _USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
@@ -42,6 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments or os.environ.get("FARSPAN_DEBUG", "0") not in ("", "0")
     arguments = [argument for argument in arguments if argument != "--debug"]
     skip_absent_tpu()
+    status = _guarded(arguments, debug=debug)
+    if "farspan.dist.processes" in sys.modules:  # this may be one process of several
+        from farspan.dist.processes import leave
+
+        leave(status)
+    return status
+
+
+def _guarded(arguments: list[str], *, debug: bool) -> int:
+    """Runs a command and turns what it raises into a message and a status."""
     try:
         return _dispatch(arguments)
     except SystemExit as stop:  # tyro, after it printed help or an error
@@ -81,9 +96,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _expected_failures() -> tuple[type[RuntimeError], ...]:
     """Errors at run time that are worth a sentence and no traceback."""
+    from farspan.dist.processes import PeerLost
     from farspan.plan.compiler import CompileError
 
-    return NotImplementedError, CompileError
+    return NotImplementedError, CompileError, PeerLost
 
 
 def _help() -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farspan.cli.flags import parse_flags
-from farspan.recipes import RECIPES, get_recipe
-from farspan.train.config import TrainConfig, device_count, to_dict, validate
+from farspan.cli.recipe_arguments import StageOptions, parse_stage, recipes_help, split_name
+from farspan.train.config import TrainConfig, device_count, to_dict
 
 if TYPE_CHECKING:
     from farspan.plan.aot import CompileReport
@@ -23,16 +21,20 @@ if TYPE_CHECKING:
     from farspan.plan.workload import Workload
 
 _PROGRAM = "farspan.train.program:lower_train_step"
+_ABOUT = (
+    "Say what one training step holds, computes and sends on given TPUs, and whether it fits. "
+    "Needs no TPU."
+)
+_USAGE = "[--hardware v5p:4x4x4] [--compile] [--json] [--flag value ...]"
 _UNCERTAIN = 0.5
 """Share by which the compiler's figure may differ from the estimate."""
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(StageOptions):
     """What is planned.
 
     Attributes:
-      config: The run.
       hardware: TPU slice, as chip and shape in chips, such as v5p:4x4x4, v6e:4x4 or tpu7x:2x2x1. A
         chip alone (v4, v5e, v5p, v6e, tpu7x): the smallest usual slice with enough devices.
       document_tokens: Length of the documents in a row; 0: one document fills the row, which is the
@@ -42,7 +44,6 @@ class PlanOptions:
       json: Print one JSON object instead of tables.
     """
 
-    config: TrainConfig
     hardware: str = "v5p"
     document_tokens: int = 0
     compile: bool = False
@@ -151,15 +152,9 @@ def main(arguments: list[str]) -> int:
       CompileError: The compiler failed for another reason than memory.
     """
     if arguments and arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_help())
+        sys.stdout.write(recipes_help("plan", _USAGE, _ABOUT))
         return 0
-    if not arguments or arguments[0].startswith("-"):
-        raise ValueError(
-            f"plan needs the name of a recipe first, one of {', '.join(RECIPES)}, got "
-            f"{shlex.join(arguments[:1]) or 'nothing'}; use for example `farspan plan quickstart`"
-        )
-    name, *flags = arguments
-    name, options = parse_recipe(name, flags)
+    name, options = parse_recipe(*split_name("plan", arguments))
     if options.compile:
         _check_compiler()
     plan = make_plan(name, options)
@@ -182,26 +177,16 @@ def parse_recipe(name: str, flags: Sequence[str]) -> tuple[str, PlanOptions]:
     """Reads the flags of a recipe.
 
     Args:
-      name: The recipe's name; `-` and `_` are the same.
+      name: As `get_recipe` takes it.
       flags: Flags as typed.
 
     Returns:
-      The name as it is listed, and what is planned.
+      The recipe's own name, and what is planned.
 
     Raises:
       ValueError: There is no such recipe or flag, or a field is out of range.
     """
-    recipe = get_recipe(name)
-    name = name.replace("-", "_")
-    options = parse_flags(
-        PlanOptions(recipe.build()),
-        flags,
-        prog=f"farspan plan {name}",
-        description="Say what one training step holds, computes and sends, and whether it fits. "
-        f"The recipe: {recipe.description}",
-    )
-    validate(options.config)
-    return name, options
+    return parse_stage("plan", name, flags, PlanOptions, _ABOUT)
 
 
 def _check_compiler() -> None:
@@ -271,16 +256,4 @@ def make_plan(name: str, options: PlanOptions) -> Plan:
         flops=computed,
         traffic=sent,
         bounds=cost.time_bounds(computed, sent, held, hardware),
-    )
-
-
-def _help() -> str:
-    width = max(map(len, RECIPES))
-    recipes = "\n".join(f"  {name:<{width}}  {r.description}" for name, r in RECIPES.items())
-    return (
-        "usage: farspan plan RECIPE [--hardware v5p:4x4x4] [--compile] [--json] [--flag value ...]"
-        "\n\nSay what one training step holds, computes and sends on given TPUs, and whether it "
-        "fits. Needs no TPU.\n"
-        f"\nrecipes:\n{recipes}\n\n"
-        "`farspan plan RECIPE --help` lists the flags with the recipe's values.\n"
     )

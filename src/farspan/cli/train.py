@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.cli.flags import parse_flags
-from farspan.recipes import RECIPES, get_recipe
-from farspan.train.config import TrainConfig, device_count, fresh_run_dir, validate
+from farspan.cli.recipe_arguments import recipes_help, split_name
+from farspan.recipes import get_recipe
+from farspan.train.config import TrainConfig, fresh_run_dir, validate
+from farspan.train.stages import most_devices
 
 if TYPE_CHECKING:
     from farspan.train.loop import RunResult
@@ -21,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Trains from a recipe.
 
     Args:
-      arguments: The recipe's name, then flags.
+      arguments: The recipe's name, or the path of a run's config.json; then flags.
 
     Returns:
       0 when every step was done; 128 plus the signal's number when a signal ended the run early.
@@ -30,36 +33,38 @@ def main(arguments: list[str]) -> int:
       ValueError: The arguments, the configuration or the data do not fit.
     """
     if arguments and arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_help())
+        sys.stdout.write(recipes_help("train", "[--flag value ...]", "Train a language model."))
         return 0
-    if not arguments or arguments[0].startswith("-"):
-        raise ValueError(
-            f"train needs the name of a recipe first, one of {', '.join(RECIPES)}, got "
-            f"{shlex.join(arguments[:1]) or 'nothing'}; use for example `farspan train quickstart`"
-        )
-    name, *flags = arguments
+    name, flags = split_name("train", arguments)
     recipe = get_recipe(name)
-    name = name.replace("-", "_")
     config = parse_flags(
-        recipe.build(), flags, prog=f"farspan train {name}", description=recipe.description
+        recipe.build(),
+        flags,
+        prog=f"farspan train {recipe.name}",
+        description=recipe.description,
     )
-    if not config.run_dir:
-        config = dataclasses.replace(config, run_dir=fresh_run_dir(name))
     validate(config)
-    result = _train(config)
-    sys.stdout.write(_summary(result, config, ["farspan", "train", name, *flags]) + "\n")
+    most_devices(config)  # the stages are in order and in range
+    result, speaks = _train(config, Path(recipe.name).stem)
+    if speaks:
+        sys.stdout.write(_summary(result, config, ["farspan", "train", recipe.name, *flags]) + "\n")
     return 0 if result.stopped_by is None else _SIGNAL_STATUS + result.stopped_by
 
 
-def _train(config: TrainConfig) -> RunResult:
+def _train(config: TrainConfig, name: str) -> tuple[RunResult, bool]:
+    """Runs it; also says whether this process speaks for all."""
+    from farspan.dist.processes import join_processes, share
     from farspan.train.progress import Reporter
 
-    with Reporter(config.log_every).phase("starting JAX"):
+    group = join_processes()
+    with Reporter(config.log_every, quiet=not group.primary).phase("starting JAX"):
         from farspan.dist.devices import ensure_devices
-
-        ensure_devices(device_count(config))
         from farspan.train.loop import run
-    return run(config)
+
+        ensure_devices(most_devices(config))
+        if not config.run_dir:
+            config = dataclasses.replace(config, run_dir=share(fresh_run_dir(name)))
+    return run(config), group.primary
 
 
 def _summary(result: RunResult, config: TrainConfig, command: list[str]) -> str:
@@ -67,16 +72,23 @@ def _summary(result: RunResult, config: TrainConfig, command: list[str]) -> str:
     lines = [f"{'done' if finished else 'stopped'}: step {result.steps} of {config.steps}"]
     if result.final_loss is not None:
         mean = f"mean of the last {result.final_loss_steps} steps"
-        lines.append(
-            f"loss        {result.final_loss:.4f} nats a token ({mean}); without context no model "
-            f"gets below {result.unigram_loss:.4f}"
-        )
+        lines.append(f"loss        {result.final_loss:.4f} nats a token ({mean}){_beside(result)}")
+    if result.evaluation is not None:
+        lines.append(f"evaluation  {result.evaluation.eval_loss:.4f} nats a token, held out")
+    if result.skipped:
+        lines.append(f"skipped     {result.skipped} steps that were not finite")
     lines.append(f"checkpoint  {result.checkpoint or 'none'}")
     lines.append(f"metrics     {result.metrics}")
     steps = config.steps * 2 if finished else config.steps
     again = _with_flags(command, {"--run-dir": str(result.run_dir), "--steps": str(steps)})
     lines.append(f"go on with  {shlex.join(again)}")
     return "\n".join(lines)
+
+
+def _beside(result: RunResult) -> str:
+    if result.unigram_loss is None:
+        return ""
+    return f"; without context no model gets below {result.unigram_loss:.4f}"
 
 
 def _with_flags(command: list[str], values: dict[str, str]) -> list[str]:
@@ -89,14 +101,3 @@ def _with_flags(command: list[str], values: dict[str, str]) -> list[str]:
             kept.append(argument)
         skip = name in values and "=" not in argument
     return kept + [part for name, value in values.items() for part in (name, value)]
-
-
-def _help() -> str:
-    width = max(map(len, RECIPES))
-    recipes = "\n".join(f"  {name:<{width}}  {r.description}" for name, r in RECIPES.items())
-    return (
-        "usage: farspan train RECIPE [--flag value ...]\n\n"
-        "Train a language model. A recipe is a complete configuration; flags override its fields.\n"
-        f"\nrecipes:\n{recipes}\n\n"
-        "`farspan train RECIPE --help` lists the flags with the recipe's values.\n"
-    )

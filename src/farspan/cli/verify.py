@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from farspan.cli.flags import parse_flags
 from farspan.models.config import DecoderConfig
 from farspan.recipes import RECIPES, get_recipe
-from farspan.train.config import ParallelConfig, TrainConfig, device_count, validate
+from farspan.train.config import Packing, ParallelConfig, TrainConfig, device_count, validate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ class VerifyConfig:
     parallel: ParallelConfig
     strategy: Literal["recipe", "all_gather", "ulysses", "ring", "usp", "auto", "all"] = "recipe"
     seq_len: int = 512
-    packing: bool = True
+    packing: Packing = "best_fit"
     kernel: str = "auto"
     gradient_accumulation_steps: int = 1
     layers: int = 2
@@ -88,9 +88,9 @@ def main(arguments: list[str]) -> int:
       ValueError: The arguments or the configuration do not fit, or the devices are too few.
     """
     named = bool(arguments) and not arguments[0].startswith("-")
-    name = arguments[0].replace("-", "_") if named else _DEFAULT_RECIPE
     flags = arguments[1:] if named else arguments
-    recipe = get_recipe(name).build()
+    found = get_recipe(arguments[0] if named else _DEFAULT_RECIPE)
+    recipe = found.build()
     typed = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if {_OWN, _SAME} <= typed:
         raise ValueError(f"{_OWN} is short for {_SAME}, got both; use one of them")
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
             seed=recipe.seed,
         ),
         flags,
-        prog=f"farspan verify {name}" if named else "farspan verify",
+        prog=f"farspan verify {found.name}" if named else "farspan verify",
         description=_DESCRIPTION,
     )
     config = _reduced(recipe, options)
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
     progress.write("starting JAX ...\n")
     progress.flush()
     plan = _plan(config, options.strategy, ulysses_typed=_ULYSSES in typed)
-    return _run(plan, _scope(name, recipe, options, plan.configs[0]), as_json=options.json)
+    return _run(plan, _scope(found.name, recipe, options, plan.configs[0]), as_json=options.json)
 
 
 def _reduced(recipe: TrainConfig, options: VerifyConfig) -> TrainConfig:
@@ -184,7 +184,7 @@ def _plan(config: TrainConfig, wanted: str, *, ulysses_typed: bool) -> _Plan:
 def _scope(name: str, recipe: TrainConfig, options: VerifyConfig, config: TrainConfig) -> str:
     """What is checked of what was asked for, in one line."""
     model, data = config.model, config.data
-    rows = "packed rows" if data.packing else "rows"
+    rows = "packed rows" if data.packs else "rows"
     parts, asked = config.gradient_accumulation_steps, options.gradient_accumulation_steps
     return (
         f"verify {name}: {model.num_layers} of {options.model.num_layers} layers, "

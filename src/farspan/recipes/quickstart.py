@@ -21,7 +21,7 @@ def quickstart() -> TrainConfig:
             head_dim=32,
             ffn_dim=768,
         ),
-        data=DataConfig(data="stdlib", tokenizer="byte", seq_len=8192, packing=True),
+        data=DataConfig(data="stdlib", tokenizer="byte", seq_len=8192, packing="best_fit"),
         parallel=ParallelConfig(
             context_parallel_strategy="usp",
             context_parallel_size=8,

@@ -2,13 +2,21 @@
 
 One step is one folder, `RUN_DIR/checkpoints/STEP`. Orbax renames or marks it complete only when all
 of it is on disk, so a run that is killed while it saves still has its previous step. The state is
-stored by global array, so any mesh may restore it.
+stored by global array, so any mesh and any number of processes may restore it; fingerprints of the
+arrays lie beside it, so what is read back is what was saved, or an error.
+
+Where several processes run, all of them open, save, restore and wait together. Of a failure in one
+they learn as of any other: the run ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,9 +24,14 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from farspan.dist.processes import any_process, current_group, share, wait_for_all
+from farspan.train.fingerprint import fingerprints, named_leaves
+
 State = TypeVar("State")
 _Signature = tuple[tuple[int, ...], str]
-_ITEMS = ("state", "loader", "config")
+_ITEMS = ("state", "loader", "config", "fingerprints")
+_APPEAR_SECONDS = 60  # until what one process wrote is seen by others, over a network
+_WRITE_SECONDS = 6 * 3600  # for one save; the end of a process is noticed without this
 
 
 class CheckpointError(OSError):
@@ -36,28 +49,36 @@ class Checkpoints:
           keep: Newest checkpoints that a later save leaves in place.
 
         Raises:
-          ValueError: The path is not a folder.
+          ValueError: The path is no folder, cannot be written, or is not the same folder for all
+            processes.
         """
         self.directory = run_dir / "checkpoints"
+        self._failed = False
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(
                 f"run_dir: {self.directory} must be a folder, got a file; remove it or use another "
                 "--run-dir"
             )
-        for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):  # of a save that was killed
-            shutil.rmtree(leftover)
+        if current_group().primary:
+            for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):  # of a killed save
+                shutil.rmtree(leftover)
+        _check_folder(self.directory)
+        json = ocp.JsonCheckpointHandler
         self._manager = ocp.CheckpointManager(
             self.directory.resolve(),
             item_names=_ITEMS,
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
-                "loader": ocp.JsonCheckpointHandler(),
-                "config": ocp.JsonCheckpointHandler(),
+                **{name: json() for name in _ITEMS if name != "state"},
             },
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=checkpoint_managers.LatestN(keep)
+                preservation_policy=checkpoint_managers.LatestN(keep),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_WRITE_SECONDS, barrier_sync_fn=_meet_unless_failed
+                ),
             ),
         )
+        self._await_same_steps()
 
     def newest(self) -> int | None:
         """The newest step that was written completely, or None when there is none."""
@@ -94,8 +115,14 @@ class Checkpoints:
             step,
             state=ocp.args.StandardRestore(cast("Any", abstract_state)),
             loader=ocp.args.JsonRestore(),
+            fingerprints=ocp.args.JsonRestore(),
         )
-        return cast("State", read["state"]), read["loader"]
+        state = cast("State", read["state"])
+        expected, found = read["fingerprints"], fingerprints(state)
+        if expected != found:
+            names = ", ".join(name for name in found if expected.get(name) != found[name])
+            raise self._unreadable(step, f"other values than were saved in {names}")
+        return state, read["loader"]
 
     def save(self, step: int, state: Any, loader_state: Any, config: Mapping[str, Any]) -> None:
         """Copies the state to the host, then writes it in the background.
@@ -112,43 +139,67 @@ class Checkpoints:
         Raises:
           CheckpointError: This save, or the one before, could not be written.
         """
-        try:
+        with self._writing():
+            self._manager.wait_until_finished()  # raises what the save before met, if anything
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
                     loader=ocp.args.JsonSave(loader_state),
                     config=ocp.args.JsonSave(config),
+                    fingerprints=ocp.args.JsonSave(fingerprints(state)),
                 ),
                 force=True,
             )
-        except Exception as error:
-            raise self._unwritten(error) from error
 
     def wait(self) -> None:
-        """Waits until the save in flight, if any, is complete on disk.
+        """Waits until the save in flight, if any, is complete on disk, by all processes.
 
         Raises:
           CheckpointError: It could not be written.
         """
-        try:
+        with self._writing():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        except Exception as error:
-            raise self._unwritten(error) from error
 
     def close(self) -> None:
         """Waits for the save in flight, then ends the background threads."""
+        if self._failed and current_group().count > 1:
+            return  # the threads wait for other processes, which will not come
         try:
             self.wait()
         finally:
-            self._manager.close()
+            if not self._failed or current_group().count == 1:
+                self._manager.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            raise CheckpointError(
+                f"checkpoint: could not be written to {self.directory}, got "
+                f"{type(error).__name__}: {_first_line(error)}; make room or correct the "
+                "permissions, then run again: it goes on from the newest complete step"
+            ) from error
+
+    def _await_same_steps(self) -> None:
+        """Returns when every process sees the newest step that process 0 sees."""
+        newest = share(str(self.newest()))
+        if not _in_time(lambda: str(self.newest()) == newest, self._manager.reload):
+            raise ValueError(
+                f"run_dir: every process must see the same checkpoints in {self.directory}, got "
+                f"step {self.newest()} here and {newest} in process 0; use a --run-dir on a file "
+                "system that all of them share"
+            )
+        wait_for_all("checkpoints")
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
         try:
@@ -177,36 +228,68 @@ class Checkpoints:
                 "that wrote it, or another --run-dir"
             )
 
-    def _unreadable(self, step: int, error: Exception) -> ValueError:
+    def _unreadable(self, step: int, found: Exception | str) -> ValueError:
+        if isinstance(found, Exception):
+            found = f"{type(found).__name__}: {_first_line(found)}"
         older = [other for other in self._manager.all_steps() if other < step]
         remedy = f"to go on from step {max(older)}" if older else "to start again"
         return ValueError(
-            f"checkpoint: {self.step_dir(step)} must be a complete checkpoint, got "
-            f"{type(error).__name__}: {_first_line(error)}; remove this folder {remedy}, or use "
-            "another --run-dir"
+            f"checkpoint: {self.step_dir(step)} must be a complete checkpoint, got {found}; remove "
+            f"this folder {remedy}, or use another --run-dir"
         )
 
-    def _unwritten(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoint: could not be written to {self.directory}, got {type(error).__name__}: "
-            f"{_first_line(error)}; make room or correct the permissions, then run again: it goes "
-            "on from the newest complete step"
+
+def _check_folder(directory: Path) -> None:
+    """Every process can write there, and sees what process 0 writes."""
+    group = current_group()
+    token = share(f".written-by-{uuid.uuid4().hex}")
+    mine = directory / f"{token}-{group.index}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        mine.touch()
+    except OSError as error:
+        raise ValueError(
+            f"run_dir: {directory} must be a folder that can be written, got {error}; correct the "
+            "permissions or use another --run-dir"
+        ) from error
+    wait_for_all("run folder")
+    first = directory / f"{token}-0"
+    unseen = any_process(not _in_time(first.exists, lambda: None))
+    mine.unlink()
+    if unseen:
+        raise ValueError(
+            f"run_dir: {directory} must be one folder for all {group.count} processes, got one "
+            "where files of process 0 do not appear; use a --run-dir on a file system that all of "
+            "them share"
         )
+
+
+def _meet_unless_failed(*, key: str, timeout_ms: int) -> None:
+    """The barrier of Orbax's background threads.
+
+    Orbax comes here after a failure, too, where the other processes do not.
+    """
+    del timeout_ms
+    if current_group().count > 1 and (error := sys.exception()):
+        raise error
+    wait_for_all(key)
+
+
+def _in_time(holds: Callable[[], bool], look_again: Callable[[], None]) -> bool:
+    deadline = time.monotonic() + _APPEAR_SECONDS
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+        look_again()
+    return True
 
 
 def _signature(abstract_state: Any) -> dict[str, _Signature]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
     return {
-        ".".join(_key_name(key) for key in path): (tuple(leaf.shape), str(leaf.dtype))
-        for path, leaf in leaves
+        name: (tuple(leaf.shape), str(leaf.dtype))
+        for name, leaf in named_leaves(abstract_state).items()
     }
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise AssertionError(f"pytree key of unknown kind {key!r}")
 
 
 def _saved_signature(tree: Any, prefix: str = "") -> Iterator[tuple[str, _Signature]]:

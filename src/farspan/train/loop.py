@@ -1,31 +1,35 @@
-"""The training loop: build, resume, step, log, save, stop cleanly."""
+"""A training run from start to end: build, resume, train part by part, stop cleanly."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farspan.data import Loader, get_tokenizer, make_loader, unigram_loss
+from farspan.data import Loader
+from farspan.dist.devices import ensure_devices
+from farspan.dist.processes import ProcessGroup, join_processes, share, wait_for_all
 from farspan.kernels import get_kernel
 from farspan.plan.hardware import find_chip
 from farspan.train.checkpoint import Checkpoints
-from farspan.train.config import TrainConfig, fresh_run_dir, to_dict, validate
-from farspan.train.feed import Feed
+from farspan.train.config import TrainConfig, fresh_run_dir, validate
+from farspan.train.dataset import open_loader
 from farspan.train.fit import check_state_fits
-from farspan.train.interrupt import StopRequest, stop_on_signals
-from farspan.train.metrics import Meter, MetricsFile, StepRecord
+from farspan.train.goodput import Goodput
+from farspan.train.guard import NonFiniteGuard
+from farspan.train.interrupt import stop_on_signals
+from farspan.train.metrics import EvalRecord, Meter
+from farspan.train.profiling import Profiler
 from farspan.train.progress import Reporter
 from farspan.train.provenance import write_launch
 from farspan.train.resume import check_resumable
+from farspan.train.run_files import METRICS_FILE
+from farspan.train.session import Session
+from farspan.train.stages import Part, most_devices, split_into_parts
 from farspan.train.step import TrainSetup, build_setup
-
-METRICS_FILE = "metrics.jsonl"
-_FINAL_LOSS_STEPS = 10
+from farspan.train.writers import check_writers, open_writers
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,23 @@ class RunResult:
       final_loss: Mean loss in nats a token over the last steps of this call, at most 10; None when
         it did none.
       final_loss_steps: How many steps that mean covers.
-      unigram_loss: Loss of the best predictor that sees no context, over the same data.
+      unigram_loss: Loss of the best predictor that sees no context, over the same data; None where
+        nothing was trained, or the data streams.
+      evaluation: The last evaluation on held-out data, if there was one.
+      skipped: Steps of this call whose numbers were not finite and whose update was left out.
       metrics: File of the records.
       checkpoint: Folder of the newest checkpoint, or None when there is none.
-      stopped_by: Number of the signal that ended the run early, or None.
+      stopped_by: Number of the signal that ended the run early, in this process or another; None
+        when it ended by itself.
     """
 
     run_dir: Path
     steps: int
     final_loss: float | None
     final_loss_steps: int
-    unigram_loss: float
+    unigram_loss: float | None
+    evaluation: EvalRecord | None
+    skipped: int
     metrics: Path
     checkpoint: Path | None
     stopped_by: int | None
@@ -57,8 +67,12 @@ class RunResult:
 def run(config: TrainConfig) -> RunResult:
     """Trains until `config.steps`, going on from the newest checkpoint in `config.run_dir`.
 
-    Writes `metrics.jsonl`, `config.json`, `launches.jsonl` and `checkpoints/` there. SIGTERM or
-    SIGINT saves after the step in progress and returns.
+    Where several processes run it, all call this with the same configuration and see the same run
+    folder; the first one prints and keeps the metrics. SIGTERM or SIGINT in any of them saves after
+    the step in progress and returns in all.
+
+    Writes `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, `config.json`, `launches.jsonl` and
+    `checkpoints/` there.
 
     Args:
       config: The run.
@@ -71,146 +85,100 @@ def run(config: TrainConfig) -> RunResult:
       NotImplementedError: The combination is valid but not built.
       FloatingPointError: The loss or the gradient is no longer finite.
       CheckpointError: A checkpoint could not be written.
+      PeerLost: Another process of the run has ended.
     """
+    started = time.time()
     validate(config)
+    check_writers(config)
     get_kernel(config.kernel)
-    _check_vocabulary(config)
-    run_dir = Path(config.run_dir or fresh_run_dir("train"))
-    reporter = Reporter(config.log_every)
+    parts = split_into_parts(config)
+    with join_processes() as group:
+        return _run(config, parts, group, started)
+
+
+def _run(
+    config: TrainConfig, parts: tuple[Part, ...], group: ProcessGroup, started: float
+) -> RunResult:
+    ensure_devices(most_devices(config))
+    run_dir = Path(config.run_dir or share(fresh_run_dir("train")))
+    reporter = Reporter(config.log_every, quiet=not group.primary)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
-        setup = build_setup(config)
-        check_state_fits(setup)
+        # Every part is checked before the first one begins.
+        setups = [build_setup(part.config) for part in parts]
+        for setup in setups:
+            check_state_fits(setup)
         checkpoints = stack.enter_context(Checkpoints(run_dir, config.keep_checkpoints))
         done = _announce_resume(config, checkpoints, reporter)
-        with reporter.phase(f"loading data ({config.data.data})"):
-            loader = _make_loader(config)
-        reporter.note(loader.describe())
-        with reporter.phase("placing the parameters"):
-            state = _start_state(setup, loader, checkpoints, done)
-        meter = _make_meter(setup)
-        reporter.note(
-            f"{setup.num_params:,} parameters, {setup.tokens_per_step:,} tokens a step, "
-            f"{meter.num_devices} devices ({setup.split}); run folder {run_dir}"
+        if done >= config.steps:
+            return _result(run_dir, checkpoints, None, done, None)
+        writers = None
+        if group.primary:
+            write_launch(run_dir, config, start_step=done, started=started, found=group.found)
+            writers = stack.enter_context(open_writers(run_dir, done, config, reporter.note))
+        session = Session(
+            config=config,
+            group=group,
+            checkpoints=checkpoints,
+            reporter=reporter,
+            writers=writers,
+            guard=NonFiniteGuard(run_dir, config.optimizer.non_finite, keeps_batches=group.primary),
+            profiler=stack.enter_context(
+                Profiler(
+                    run_dir,
+                    done + 1,
+                    enabled=config.profile and group.primary,
+                    note=reporter.note,
+                )
+            ),
+            stop=stop,
+            done=done,
+            saved=done,
         )
-        write_launch(run_dir, config, start_step=done)
-        metrics = stack.enter_context(MetricsFile(run_dir / METRICS_FILE, done))
-        session = _Session(config, setup, checkpoints, reporter, meter, metrics, stop)
-        with Feed(loader, setup) as feed:
-            done, losses = session.train(state, feed, done)
+        goodput = Goodput(run_dir, done)
+        unigram = None
+        with reporter.steps(done, config.steps):
+            for part, setup in zip(parts, setups, strict=True):
+                if part.stop > session.done and not session.asked_to_stop():
+                    unigram = _train_part(session, part, setup, goodput)
         with reporter.phase("writing the last checkpoint"):
             checkpoints.wait()
-        newest = checkpoints.newest()
-        return RunResult(
-            run_dir=run_dir,
-            steps=done,
-            final_loss=sum(losses) / len(losses) if losses else None,
-            final_loss_steps=len(losses),
-            unigram_loss=unigram_loss(loader.documents_tokens),
-            metrics=metrics.path,
-            checkpoint=None if newest is None else checkpoints.step_dir(newest),
-            stopped_by=stop.signal,
+        return _result(run_dir, checkpoints, session, session.done, unigram)
+
+
+def _train_part(session: Session, part: Part, setup: TrainSetup, goodput: Goodput) -> float | None:
+    """Trains one part from `session.done` on.
+
+    Returns:
+      Loss of the best predictor that sees no context, over the part's data.
+    """
+    config, reporter = part.config, session.reporter
+    loader = _open_loader(config, session.group, reporter)
+    try:
+        reporter.note(loader.describe())
+        with reporter.phase("placing the parameters"):
+            state = _start_state(setup, part, loader, session.checkpoints, session.done)
+        meter = _make_meter(setup, goodput)
+        reporter.note(
+            f"{setup.num_params:,} parameters, {setup.tokens_per_step:,} tokens a step, "
+            f"{meter.num_devices} devices ({setup.split}){_processes(session.group)}; run folder "
+            f"{session.checkpoints.directory.parent}"
         )
+        session.train(part, setup, meter, loader, state)
+        return loader.unigram_loss
+    finally:
+        loader.close()
 
 
-@dataclass(frozen=True)
-class _Session:
-    """What the steps of one `run` share."""
-
-    config: TrainConfig
-    setup: TrainSetup
-    checkpoints: Checkpoints
-    reporter: Reporter
-    meter: Meter
-    metrics: MetricsFile
-    stop: StopRequest
-
-    def train(self, state: Any, feed: Feed, done: int) -> tuple[int, list[float]]:
-        """Steps from `done` to the end or the first signal.
-
-        Returns:
-          Steps done, and the losses of the last ones.
-        """
-        config, saved, loader_state = self.config, done, None
-        losses: deque[float] = deque(maxlen=_FINAL_LOSS_STEPS)
-        with self.reporter.steps(done, config.steps):
-            while done < config.steps and not self.stop:
-                if losses:
-                    state, record, loader_state = self._step(state, feed, done + 1)
-                else:
-                    with self.reporter.phase("compiling and taking the first step"):
-                        state, record, loader_state = self._step(state, feed, done + 1)
-                self._check_finite(record)
-                done = record.step
-                losses.append(record.loss)
-                self.metrics.write(record)
-                self.reporter.step(record)
-                if config.checkpoint_every and done % config.checkpoint_every == 0:
-                    self._save(done, state, loader_state)
-                    saved = done
-        if self.stop:
-            self.reporter.note(f"{self.stop}: stopping after step {done} of {config.steps}")
-        if saved != done:
-            self._save(done, state, loader_state)
-        return done, list(losses)
-
-    def _step(self, state: Any, feed: Feed, number: int) -> tuple[Any, StepRecord, Any]:
-        begin = time.perf_counter()
-        fed = feed.next()
-        waited = time.perf_counter() - begin
-        state, outcome = self.setup.step(state, fed.device_batch)
-        record = self.meter.record(
-            step=number,
-            outcome={
-                name: float(value) for name, value in outcome.items()
-            },  # waits for the devices
-            flops=fed.flops,
-            step_seconds=time.perf_counter() - begin,
-            data_wait_seconds=waited,
-        )
-        return state, record, fed.loader_state
-
-    def _save(self, done: int, state: Any, loader_state: Any) -> None:
-        self.checkpoints.save(done, state, loader_state, to_dict(self.config))
-
-    def _check_finite(self, record: StepRecord) -> None:
-        if math.isfinite(record.loss) and math.isfinite(record.grad_norm):
-            return
-        newest = self.checkpoints.newest()
-        remedy = (
-            "no checkpoint was written yet; lower --learning-rate, lengthen --warmup-steps or look "
-            "at the data of this step"
-            if newest is None
-            else f"the checkpoint of step {newest} is from before; lower --learning-rate and run "
-            "again to go on from it"
-        )
-        raise FloatingPointError(
-            f"loss and gradient norm must stay finite, got loss={record.loss}, "
-            f"grad_norm={record.grad_norm} at step {record.step} "
-            f"(learning_rate={record.learning_rate:.3g}); {remedy}"
-        )
-
-
-def _check_vocabulary(config: TrainConfig) -> None:
-    tokenizer = get_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"vocab_size must cover the tokenizer, got vocab_size={config.model.vocab_size}, "
-            f'tokenizer="{config.data.tokenizer}" with {tokenizer.vocab_size}; use --vocab-size '
-            f"{tokenizer.vocab_size} or more"
-        )
-
-
-def _make_loader(config: TrainConfig) -> Loader:
-    data = config.data
-    return make_loader(
-        data.data,
-        tokenizer=data.tokenizer,
-        seq_len=data.seq_len,
-        packing=data.packing,
-        batch_size=config.batch_size,
-        seed=config.seed,
-    )
+def _open_loader(config: TrainConfig, group: ProcessGroup, reporter: Reporter) -> Loader:
+    """Opens the data; the first process alone tokenises what others may then share."""
+    with reporter.phase(f"loading data ({config.data.data})") as update:
+        if not group.primary:
+            wait_for_all("data is ready")
+        loader = open_loader(config, update)
+        if group.primary:
+            wait_for_all("data is ready")
+        return loader
 
 
 def _announce_resume(config: TrainConfig, checkpoints: Checkpoints, reporter: Reporter) -> int:
@@ -218,7 +186,8 @@ def _announce_resume(config: TrainConfig, checkpoints: Checkpoints, reporter: Re
     newest = checkpoints.newest()
     if newest is None:
         return 0
-    changes = check_resumable(checkpoints.saved_config(newest), config, checkpoints.directory)
+    saved = checkpoints.saved_config(newest)
+    changes = check_resumable(saved, config, newest, checkpoints.directory)
     reporter.note(f"resuming from step {newest} of {checkpoints.directory}")
     for change in changes:
         reporter.note(f"changed since then: {change}")
@@ -230,18 +199,53 @@ def _announce_resume(config: TrainConfig, checkpoints: Checkpoints, reporter: Re
     return newest
 
 
-def _start_state(setup: TrainSetup, loader: Loader, checkpoints: Checkpoints, done: int) -> Any:
+def _start_state(
+    setup: TrainSetup, part: Part, loader: Loader, checkpoints: Checkpoints, done: int
+) -> Any:
+    """The state after `done` steps: drawn, or read from the checkpoint that ends each part, too."""
     if done == 0:
         return setup.init_state()
+    checkpoints.wait()
     state, loader_state = checkpoints.restore(done, setup.abstract_state())
-    loader.restore(loader_state)
+    if done > part.start:
+        loader.restore(loader_state)
     return state
 
 
-def _make_meter(setup: TrainSetup) -> Meter:
+def _make_meter(setup: TrainSetup, goodput: Goodput) -> Meter:
     devices = setup.mesh.devices
     chip = find_chip(devices.flat[0].device_kind)
     return Meter(
         num_devices=devices.size,
         peak_flops_per_second=chip.peak_flops_per_second if chip else None,
+        seq_len=setup.config.data.seq_len,
+        goodput=goodput,
+        local_devices=setup.mesh.local_devices,
+    )
+
+
+def _processes(group: ProcessGroup) -> str:
+    return f" of {group.count} processes ({group.found})" if group.count > 1 else ""
+
+
+def _result(
+    run_dir: Path,
+    checkpoints: Checkpoints,
+    session: Session | None,
+    done: int,
+    unigram: float | None,
+) -> RunResult:
+    newest = checkpoints.newest()
+    losses = list(session.losses) if session else []
+    return RunResult(
+        run_dir=run_dir,
+        steps=done,
+        final_loss=sum(losses) / len(losses) if losses else None,
+        final_loss_steps=len(losses),
+        unigram_loss=unigram,
+        evaluation=session.evaluation if session else None,
+        skipped=session.guard.skipped if session else 0,
+        metrics=run_dir / METRICS_FILE,
+        checkpoint=None if newest is None else checkpoints.step_dir(newest),
+        stopped_by=session.stopped_by if session else None,
     )
