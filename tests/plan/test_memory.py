@@ -118,7 +118,7 @@ def test_what_is_kept_for_each_token():
     assert per_layer("save_attention") == stream + out + lse
     assert per_layer("none") > stream + out + lse + 3 * 64 * 2
     narrow = dataclasses.replace(MODEL, dtype="bfloat16")
-    assert stream + out < round_bytes_per_token(narrow) < per_layer("none")
+    assert stream + out < round_bytes_per_token(narrow) < 1.2 * per_layer("none")
     assert round_bytes_per_token(MODEL) > round_bytes_per_token(narrow)
 
 

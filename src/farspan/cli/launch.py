@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from farspan.cli.flags import parse_flags
@@ -30,7 +31,8 @@ _DESCRIPTION = (
     "`farspan launch -n 4 -- train quickstart`. When one ends with an error the others are stopped."
 )
 _PROGRAM = (sys.executable, "-m", "farspan.cli.main")
-_USAGE_ERROR, _SIGNALS = 2, 128
+_SIGNALS = 128
+_FINAL = (0, 2, _SIGNALS + signal.SIGINT, _SIGNALS + signal.SIGTERM)  # 2: a mistake of the user
 _PASSED_ON = {  # what comes here: what the processes get
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
@@ -47,8 +49,9 @@ class LaunchOptions:
 
     Attributes:
       num_processes: Processes; short: -n.
-      max_restarts: How often all are started again after one has failed, other than by a mistake in
-        its arguments; a training run then goes on from its newest checkpoint.
+      max_restarts: How often all are started again after one has failed, unless by a mistake in its
+        arguments or data, or because it was asked to stop; a training run then goes on from its
+        newest checkpoint.
       grace_seconds: How long the others may take to end by themselves after one has failed, and
         then again after SIGTERM, before they are killed.
       all_output: Pass on the standard output of every process, each line behind its number.
@@ -104,7 +107,7 @@ def _with_run_dir(command: list[str]) -> list[str]:
     names = [word.partition("=")[0].replace("_", "-") for word in command]
     if command[0] != "train" or len(command) < 2 or {"--run-dir", "-h", "--help"} & set(names):
         return command
-    return [*command, "--run-dir", fresh_run_dir(command[1].replace("-", "_"))]
+    return [*command, "--run-dir", fresh_run_dir(Path(command[1]).stem)]
 
 
 def _run(options: LaunchOptions, command: list[str]) -> int:
@@ -112,7 +115,7 @@ def _run(options: LaunchOptions, command: list[str]) -> int:
         team = _Team(options, command)
         with team.passing_signals_on():
             status = team.wait()
-        if status in (0, _USAGE_ERROR) or team.asked_to_stop or attempt == options.max_restarts:
+        if team.asked_to_stop or status in _FINAL or attempt == options.max_restarts:
             return status
         _say(f"restarting all {options.num_processes} ({attempt + 1} of {options.max_restarts})")
     raise AssertionError("the last attempt returns")

@@ -267,9 +267,13 @@ def _call(plan: Plan, queries: Queries, weights: Arrays, seed: Array | None) -> 
     expansion: Expansion = Latent(weights) if weights else Plain()
     if context is None:
         return Call(plan.kernel, scores, get_layout("contiguous"), 1, expansion)
-    on_cpu = context.mesh.devices.flat[0].platform == "cpu"
     return Call(
-        plan.kernel, scores, context.layout_object, context.degrees.sequence, expansion, on_cpu
+        plan.kernel,
+        scores,
+        context.layout_object,
+        context.degrees.sequence,
+        expansion,
+        context.orders_collectives,
     )
 
 

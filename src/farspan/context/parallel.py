@@ -99,6 +99,16 @@ class ContextParallel:
         return other
 
     @property
+    def orders_collectives(self) -> bool:
+        """Whether collectives that share no data must be kept apart by data.
+
+        XLA's CPU runtime orders a loop of collectives by its data alone, so it may run beside
+        another collective; then devices wait for one another in vain, or receive what is not
+        theirs.
+        """
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def layout_object(self) -> Layout:
         """The layout that the name selects."""
         return get_layout(self.layout)

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from farspan.dist.cluster import ALONE, Membership, find_membership, share_of_gpus
-from farspan.dist.lifeline import Hub, Line
+from farspan.dist.lifeline import Hub, Line, OnStop
 from farspan.platform import skip_absent_tpu
 
 START_TIMEOUT = "FARSPAN_START_TIMEOUT"
@@ -200,8 +200,7 @@ class _Bond:
             client.key_value_set("farspan/lifeline", str(self._end.port))
         else:
             port = int(client.blocking_key_value_get("farspan/lifeline", _FOREVER_MS))
-            address = (coordinator.rpartition(":")[0].strip("[]"), port)
-            self._end = Line(group.index, group.count, address, self._on_stop)
+            self._end = _reach_process_0(group, coordinator, port, self._on_stop)
         self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
 
     def body_failed(self, error: BaseException) -> None:
@@ -260,6 +259,17 @@ class _Bond:
         self._excepthook(kind, error, trace)
         if not self._failed and not self._left:
             self.body_failed(error)
+
+
+def _reach_process_0(group: ProcessGroup, coordinator: str, port: int, on_stop: OnStop) -> Line:
+    host = coordinator.rpartition(":")[0].strip("[]")
+    try:
+        return Line(group.index, group.count, (host, port), on_stop)
+    except OSError as error:
+        raise ConnectionError(
+            f"processes: process {group.index} of {group.count} must reach process 0 at "
+            f"{host}:{port}, got {error}; open the ports above 1024 between these hosts"
+        ) from error
 
 
 def _initialize(member: Membership, environ: Mapping[str, str]) -> None:

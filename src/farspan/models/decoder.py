@@ -49,6 +49,10 @@ def _project(name: str, x: Array, weight: Array) -> Array:
     return linear(PROJECTIONS[name], x, weight)
 
 
+def _norm(eps: float, x: Array, weight: Array) -> Array:
+    return rms_norm(x, weight, eps)
+
+
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """What the model is given to run with.
@@ -57,12 +61,14 @@ class Runtime:
       attention: Brings tokens together.
       embed: Looks tokens `[B, S]` up in the embedding `[V, M]`.
       project: Multiplies activations with a matrix of a layer, which is named as in `PROJECTIONS`.
+      norm: Normalises activations: `norm(eps, x, weight)`.
       constrain: Applied to activations `[B, S, M]`: keeps them split over devices.
     """
 
     attention: AttentionFn
     embed: Callable[[Array, Array], Array] = lambda table, tokens: table[tokens]
     project: Callable[[str, Array, Array], Array] = _project
+    norm: Callable[[float, Array, Array], Array] = _norm
     constrain: Callable[[Array], Array] = lambda x: x
 
 
@@ -216,7 +222,7 @@ def forward(
             stream = run(stream, _layers(params.layers, start, start + length))
     if rest:
         stream = run(stream, _layers(params.layers, rounds * length, config.num_layers))
-    return rms_norm(stream, params.final_norm, config.norm_eps)
+    return runtime.norm(config.norm_eps, stream, params.final_norm)
 
 
 def _layers(stacked: LayerParams, start: int, stop: int) -> LayerParams:
@@ -250,13 +256,13 @@ def decoder_layer(
       The stream after the layer.
     """
     project = runtime.project
-    x = rms_norm(stream, weights.attention_norm, config.norm_eps)
+    x = runtime.norm(config.norm_eps, stream, weights.attention_norm)
     query = apply_rope(project("query", x, weights.query), tables)
     key = apply_rope(project("key", x, weights.key), tables)
     value = project("value", x, weights.value)
     attended = runtime.attention(query, key, value, window=window)
     stream = runtime.constrain(stream + project("out", attended, weights.out))
-    x = rms_norm(stream, weights.ffn_norm, config.norm_eps)
+    x = runtime.norm(config.norm_eps, stream, weights.ffn_norm)
     gated = jax.nn.silu(project("gate", x, weights.gate)) * project("up", x, weights.up)
     return runtime.constrain(stream + project("down", gated, weights.down))
 

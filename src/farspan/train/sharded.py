@@ -23,9 +23,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int
 
 from farspan.context import ContextParallel
+from farspan.context.base import wait_for
 from farspan.dist import gather_shards, scatter_sum
 from farspan.ops.cross_entropy import cross_entropy_gradients, cross_entropy_sums
 from farspan.ops.linear import linear_gradients
+from farspan.ops.norm import rms_norm, rms_norm_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,13 @@ class Split:
     def sum(self, x: Array) -> Array:
         """Inside `run`: the sum over all devices that hold different tokens."""
         return lax.psum(x, self.token_axes) if self.token_axes else x
+
+    def after(self, arrays: Any, *before: Array) -> Any:
+        """Inside `run`: the arrays, not used until `before` is there, where order must be kept."""
+        if self.context.orders_collectives:
+            for each in before:
+                arrays = wait_for(arrays, each)
+        return arrays
 
     def tokens(self, ndim: int) -> PartitionSpec:
         """Partitioning of an array `[B, S, ...]`."""
@@ -111,7 +120,7 @@ def sharded_linear(
     out_ndim = len(einsum.split("->")[1])
 
     def local(x: Array, weight: Array) -> Array:
-        return jnp.einsum(einsum, x, split.gather(weight, x.dtype))
+        return jnp.einsum(einsum, x, split.gather(split.after(weight, x), x.dtype))
 
     in_specs = (split.tokens(x.ndim), split.spec)
     return split.run(local, in_specs, split.tokens(out_ndim))(x, weight)
@@ -129,9 +138,10 @@ def _linear_backward(
     x, weight = saved
 
     def local(x: Array, weight: Array, dout: Array) -> tuple[Array, Array]:
-        whole = split.gather(weight, x.dtype)
+        whole = split.gather(split.after(weight, x, dout), x.dtype)
         dx, dweight = linear_gradients(einsum, x, whole, dout, jnp.float32)
-        return dx, split.sum_into_shards(dweight)
+        dweight = split.sum_into_shards(dweight)
+        return split.after(dx, dweight), dweight
 
     # Tied to dout, so that the weight is not fetched before its gradient is due.
     weight, dout = lax.optimization_barrier((weight, dout))
@@ -142,6 +152,51 @@ def _linear_backward(
 
 
 sharded_linear.defvjp(_linear_forward, _linear_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sharded_rms_norm(
+    split: Split, eps: float, x: Inexact[Array, "B S M"], weight: Float[Array, " M"]
+) -> Array:
+    """`farspan.ops.norm.rms_norm` of tokens that are split over devices.
+
+    Args:
+      split: How x and the weight lie on the mesh; the weight is whole on every device.
+      eps: As in `rms_norm`.
+      x: Activations.
+      weight: Parameter.
+
+    Returns:
+      The normalised activations, of x's type, split like x.
+    """
+    tokens = split.tokens(x.ndim)
+    local = functools.partial(rms_norm, eps=eps)
+    return split.run(local, (tokens, split.spec), tokens)(x, weight)
+
+
+def _norm_forward(
+    split: Split, eps: float, x: Array, weight: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return sharded_rms_norm(split, eps, x, weight), (x, weight)
+
+
+def _norm_backward(
+    split: Split, eps: float, saved: tuple[Array, Array], dout: Array
+) -> tuple[Array, Array]:
+    x, weight = saved
+
+    def local(x: Array, weight: Array, dout: Array) -> tuple[Array, Array]:
+        dx, dweight = rms_norm_gradients(x, weight, eps, dout)
+        dweight = split.sum_into_shards(dweight)
+        return split.after(dx, dweight), dweight
+
+    tokens = split.tokens(x.ndim)
+    in_specs = (tokens, split.spec, tokens)
+    dx, dweight = split.run(local, in_specs, (tokens, split.spec))(x, weight, dout)
+    return dx, dweight.astype(weight.dtype)
+
+
+sharded_rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,8 +261,8 @@ def sharded_cross_entropy(
     """
 
     def local(hidden: Array, head: Array, labels: Array) -> tuple[Array, Array]:
-        head = split.gather(head, hidden.dtype)
-        found = cross_entropy_sums(_flat(hidden), head, labels.reshape(-1), squares=squares)
+        whole = split.gather(split.after(head, hidden), hidden.dtype)
+        found = cross_entropy_sums(_flat(hidden), whole, labels.reshape(-1), squares=squares)
         return split.sum(found[0]), split.sum(found[1]) if squares else found[1]
 
     in_specs = (split.tokens(3), split.spec, split.tokens(2))
@@ -218,26 +273,32 @@ def _cross_entropy_forward(
     split: Split, squares: bool, hidden: Array, head: Array, labels: Array
 ) -> tuple[tuple[Array, Array], Any]:
     found = sharded_cross_entropy(split, squares, hidden, head, labels)
-    return found, (hidden, head, labels)
+    return found, (hidden, head, labels, found)
 
 
 def _cross_entropy_backward(
     split: Split, squares: bool, saved: Any, dsums: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    hidden, head, labels = saved
+    hidden, head, labels, found = saved
 
     def local(
-        hidden: Array, head: Array, labels: Array, dloss: Array, dsquares: Array
+        hidden: Array,
+        head: Array,
+        labels: Array,
+        found: tuple[Array, Array],
+        dloss: Array,
+        dsquares: Array,
     ) -> tuple[Array, Array]:
-        head = split.gather(head, hidden.dtype)
+        whole = split.gather(split.after(head, hidden), hidden.dtype)
         dhidden, dhead = cross_entropy_gradients(
-            _flat(hidden), head, labels.reshape(-1), dloss, dsquares if squares else None
+            _flat(hidden), whole, labels.reshape(-1), dloss, dsquares if squares else None
         )
-        return dhidden.reshape(hidden.shape), split.sum_into_shards(dhead)
+        dhead = split.sum_into_shards(dhead)
+        return split.after(dhidden.reshape(hidden.shape), dhead, *found), dhead
 
-    in_specs = (split.tokens(3), split.spec, split.tokens(2), PartitionSpec(), PartitionSpec())
+    in_specs = (split.tokens(3), split.spec, split.tokens(2), *[PartitionSpec()] * 3)
     out_specs = (split.tokens(3), split.spec)
-    dhidden, dhead = split.run(local, in_specs, out_specs)(hidden, head, labels, *dsums)
+    dhidden, dhead = split.run(local, in_specs, out_specs)(hidden, head, labels, found, *dsums)
     return dhidden, dhead.astype(head.dtype), None
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from farspan import schedules
 from farspan.context import ContextParallel, Placement, attention, solve_rows
+from farspan.context.base import wait_for
 from farspan.data.batch import Batch
 from farspan.dist.sharding import parameter_shardings, parameter_spec
 from farspan.masks import Mask, visible_pairs
@@ -31,6 +32,7 @@ from farspan.train.sharded import (
     sharded_cross_entropy,
     sharded_embedding,
     sharded_linear,
+    sharded_rms_norm,
 )
 from farspan.train.state import TrainState, advance, first_state
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID, Leaf
@@ -306,6 +308,7 @@ class TrainSetup:
             attention=attend,
             embed=functools.partial(sharded_embedding, Split(self.context, embedding_spec)),
             project=self._project,
+            norm=functools.partial(sharded_rms_norm, Split(self.context, PartitionSpec(None))),
             constrain=self.context.constrain,
         )
         model = self.config.model
@@ -320,6 +323,7 @@ class TrainSetup:
     ) -> tuple[Array, Array, Array, decoder.Params]:
         """Mean loss, mean z-loss times its weight, labelled tokens, gradients of both means."""
         weight = self.config.optimizer.z_loss
+        count, batch = self._count(batch)
 
         def objective(params: decoder.Params, part: DeviceBatch) -> tuple[Array, Any]:
             losses, squares = self._loss_sums(params, part, squares=weight > 0)
@@ -338,7 +342,6 @@ class TrainSetup:
             zero = jnp.zeros((), jnp.float32)
             nothing = ((zero, zero), jax.tree.map(jnp.zeros_like, params))
             (sums, gradients), _ = jax.lax.scan(accumulate, nothing, batch)
-        count = self._count(batch)
         scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
         gradients = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
         return sums[0] * scale, sums[1] * scale, count, gradients
@@ -346,14 +349,20 @@ class TrainSetup:
     def _evaluate_on_devices(
         self, params: decoder.Params, batch: DeviceBatch
     ) -> tuple[Array, Array]:
+        count, batch = self._count(batch)
+
         def add(total: Array, part: DeviceBatch) -> tuple[Array, None]:
             return total + self._loss_sums(params, part)[0], None
 
         total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), batch)
-        return total, self._count(batch)
+        return total, count
 
-    def _count(self, batch: DeviceBatch) -> Int[Array, ""]:
-        return jnp.sum(batch.labels != IGNORE_LABEL, dtype=jnp.int32)
+    def _count(self, batch: DeviceBatch) -> tuple[Int[Array, ""], DeviceBatch]:
+        """Labelled tokens, and the batch, not to be used before they are counted."""
+        count = jnp.sum(batch.labels != IGNORE_LABEL, dtype=jnp.int32)
+        if self.context.orders_collectives:
+            batch = dataclasses.replace(batch, tokens=wait_for(batch.tokens, count))
+        return count, batch
 
     def _step_on_devices(
         self, state: TrainState, batch: DeviceBatch
@@ -401,7 +410,7 @@ def _check_loops_are_ordered(config: TrainConfig, context: ContextParallel) -> N
     share no data, may run side by side, and then receive each other's keys.
     """
     model = config.model
-    if context.mesh.devices.flat[0].platform != "cpu" or model.remat_policy == "none":
+    if not context.orders_collectives or model.remat_policy == "none":
         return
     kinds = layer_kinds(model, context)
     unscanned = model.windows[: model.num_layers % len(model.windows)]
