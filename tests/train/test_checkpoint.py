@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import serialization
 
 from farspan.train.checkpoint import CheckpointError, Checkpoints
 
@@ -173,3 +179,150 @@ def test_what_a_killed_save_left_is_removed_and_not_restored(saved: Path) -> Non
     with Checkpoints(saved, keep=3) as opened:
         assert opened.newest() == 2
         assert not (opened.directory / "3.orbax-checkpoint-tmp").exists()
+
+
+def files_of(step_dir: Path) -> list[Path]:
+    return sorted(path for path in step_dir.rglob("*") if path.is_file())
+
+
+def damage_each_file(run_dir: Path) -> list[str]:
+    """What reading says when each file of step 2 is lost or cut short; nothing where all is read.
+
+    In a process of its own, since Orbax leaves unfinished reads behind.
+    """
+    step_dir, whole = run_dir / "checkpoints" / "2", run_dir / "whole"
+    shutil.copytree(step_dir, whole)
+    told: list[str] = []
+    for damaged in files_of(step_dir):
+        for keep in (None, damaged.stat().st_size // 2):
+            shutil.rmtree(step_dir)
+            shutil.copytree(whole, step_dir)
+            if keep is None:
+                damaged.unlink()
+            else:
+                damaged.write_bytes(damaged.read_bytes()[:keep])
+            with Checkpoints(run_dir, keep=3) as opened:
+                try:
+                    state, loader_state = opened.restore(2, abstract(make_state(0)))
+                    config = opened.saved_config(2)
+                except ValueError as error:
+                    told.append(str(error))
+                    continue
+            jax.tree.map(np.testing.assert_array_equal, state, make_state(2))
+            assert (loader_state, config) == ({"row": 2}, CONFIG)
+            told.append("")
+    return told
+
+
+def test_no_file_of_a_checkpoint_can_be_lost_or_cut_short_without_a_word(saved: Path) -> None:
+    reader = subprocess.run(
+        [sys.executable, __file__, str(saved)], capture_output=True, text=True, check=False
+    )
+    assert reader.returncode == 0, reader.stderr
+    told = json.loads(reader.stdout.splitlines()[-1])
+    refused = [message for message in told if message]
+    assert len(told) > 20
+    assert len(refused) > len(told) / 3
+    assert all("checkpoints/2 must be a complete checkpoint" in message for message in refused)
+
+
+def test_a_bit_that_flips_in_an_array_is_noticed(tmp_path: Path) -> None:
+    state = make_state(1)
+    values = np.random.default_rng(0).standard_normal((64, 512), np.float32)
+    state["params"][0]["w"] = jax.device_put(values, state["params"][0]["w"].sharding)
+    with Checkpoints(tmp_path, keep=3) as opened:
+        opened.save(1, state, {}, CONFIG)
+    largest = max(files_of(tmp_path / "checkpoints" / "1"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with (
+        Checkpoints(tmp_path, keep=3) as opened,
+        pytest.raises(ValueError, match=r"got other values than were saved in params\.0\.w"),
+    ):
+        opened.restore(1, abstract(state))
+
+
+def test_the_state_of_a_step_is_written_though_a_slow_writer_meets_donated_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = serialization.async_serialize_from_host
+
+    async def write_slowly(*args: Any, **kwargs: Any) -> None:
+        await asyncio.sleep(0.3)
+        await write(*args, **kwargs)
+
+    monkeypatch.setattr(serialization, "async_serialize_from_host", write_slowly)
+    bump = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    state = make_state(1)
+    with Checkpoints(tmp_path, keep=3) as opened:
+        opened.save(1, state, {}, CONFIG)
+        for _ in range(20):
+            state = bump(state)
+        opened.save(21, state, {}, CONFIG)
+        bump(state)
+        opened.wait()
+        for step in (1, 21):
+            restored, _ = opened.restore(step, abstract(make_state(0)))
+            jax.tree.map(np.testing.assert_array_equal, restored, make_state(step))
+
+
+@contextlib.contextmanager
+def files_no_longer_than(size_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_and_wait(checkpoints: Checkpoints, state: Any) -> None:
+    checkpoints.save(3, state, {"row": 3}, CONFIG)
+    checkpoints.wait()
+
+
+def test_a_full_disk_fails_the_run_and_leaves_the_step_before(saved: Path) -> None:
+    """The limit of a file's size stands for the disk: writing fails in the same place."""
+    state = make_state(3)
+    values = np.random.default_rng(0).standard_normal((64, 8192), np.float32)
+    state["params"][0]["w"] = jax.device_put(values, state["params"][0]["w"].sharding)
+    with (
+        pytest.raises(CheckpointError, match=r"could not be written.*make room"),
+        Checkpoints(saved, keep=3) as opened,
+        files_no_longer_than(65536),
+    ):
+        save_and_wait(opened, state)
+    with Checkpoints(saved, keep=3) as again:
+        assert again.newest() == 2
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"that can be written.*another --run-dir"):
+        Checkpoints(Path("/proc/farspan"), keep=3)
+    with pytest.raises(ValueError, match="must be a folder that can be written"):
+        Checkpoints(Path("/dev/null"), keep=3)
+
+
+def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as foreign:
+        foreign.save(5, args=ocp.args.StandardSave({"weights": np.zeros(3, np.float32)}))
+    with Checkpoints(tmp_path, keep=3) as opened:
+        newest = opened.newest()
+        assert newest == 5
+        for read in (
+            opened.saved_config,
+            lambda step: opened.restore(step, abstract(make_state(0))),
+        ):
+            with pytest.raises(ValueError, match="5 must be a complete checkpoint"):
+                read(newest)
+
+
+def test_opening_leaves_nothing_behind_but_the_folder(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=3) as opened:
+        assert list(opened.directory.iterdir()) == []
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(json.dumps(damage_each_file(Path(sys.argv[1]))))  # noqa: T201

@@ -14,7 +14,7 @@ from farspan.dist.processes import ProcessGroup, join_processes, share, wait_for
 from farspan.kernels import get_kernel
 from farspan.plan.hardware import find_chip
 from farspan.train.checkpoint import Checkpoints
-from farspan.train.config import TrainConfig, fresh_run_dir, validate
+from farspan.train.config import TrainConfig, device_count, fresh_run_dir, validate
 from farspan.train.dataset import open_loader
 from farspan.train.fit import check_state_fits
 from farspan.train.goodput import Goodput
@@ -99,7 +99,15 @@ def run(config: TrainConfig) -> RunResult:
 def _run(
     config: TrainConfig, parts: tuple[Part, ...], group: ProcessGroup, started: float
 ) -> RunResult:
-    ensure_devices(most_devices(config))
+    most = most_devices(config)
+    ensure_devices(most)
+    fewer = [p for p in parts if device_count(p.config) < most]
+    if group.count > 1 and fewer:
+        raise ValueError(
+            f"stages: where several processes run, each stage must use all devices, got {most} and, "
+            f"from step {fewer[0].start} on, {device_count(fewer[0].config)}; use the same product "
+            "of parallel sizes in every stage, for example by fsdp_parallel_size"
+        )
     run_dir = Path(config.run_dir or share(fresh_run_dir("train")))
     reporter = Reporter(config.log_every, quiet=not group.primary)
     with ExitStack() as stack:
