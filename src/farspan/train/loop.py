@@ -104,8 +104,8 @@ def _run(
     fewer = [p for p in parts if device_count(p.config) < most]
     if group.count > 1 and fewer:
         raise ValueError(
-            f"stages: where several processes run, each stage must use all devices, got {most} and, "
-            f"from step {fewer[0].start} on, {device_count(fewer[0].config)}; use the same product "
+            "stages: where several processes run, each stage must use all devices, got "
+            f"{most} and, from step {fewer[0].start} on, {device_count(fewer[0].config)}; use the same product "
             "of parallel sizes in every stage, for example by fsdp_parallel_size"
         )
     run_dir = Path(config.run_dir or share(fresh_run_dir("train")))
