@@ -244,10 +244,11 @@ def _files_of_newest(run_dir: Path) -> Iterator[Path]:
     return (path for path in sorted(newest.rglob("*")) if path.is_file())
 
 
-@refused("a checkpoint whose largest file is cut short", "checkpoint", "checkpoints/6")
+@refused("a checkpoint whose arrays are cut short", "checkpoint", "checkpoints/6")
 def _short_checkpoint(scene: Scene) -> list[str]:
-    largest = max(_files_of_newest(scene.run_dir), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-100])
+    for path in _files_of_newest(scene.run_dir):
+        if path.parent.name == "d":  # arrays
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     return []
 
 

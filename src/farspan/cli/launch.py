@@ -102,10 +102,13 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _with_run_dir(command: list[str]) -> list[str]:
     """Names a new run folder where the command has none, so that a restart finds it again."""
+    from farspan.recipes import get_recipe
     from farspan.train.config import fresh_run_dir
 
     names = [word.partition("=")[0].replace("_", "-") for word in command]
     if command[0] != "train" or len(command) < 2 or {"--run-dir", "-h", "--help"} & set(names):
+        return command
+    if command[1].startswith("-") or get_recipe(command[1]).build().run_dir:
         return command
     return [*command, "--run-dir", fresh_run_dir(Path(command[1]).stem)]
 

@@ -105,8 +105,8 @@ def _run(
     if group.count > 1 and fewer:
         raise ValueError(
             "stages: where several processes run, each stage must use all devices, got "
-            f"{most} and, from step {fewer[0].start} on, {device_count(fewer[0].config)}; use the same product "
-            "of parallel sizes in every stage, for example by fsdp_parallel_size"
+            f"{most} and, from step {fewer[0].start} on, {device_count(fewer[0].config)}; use "
+            "the same product of parallel sizes in every stage, for example by fsdp_parallel_size"
         )
     run_dir = Path(config.run_dir or share(fresh_run_dir("train")))
     reporter = Reporter(config.log_every, quiet=not group.primary)
