@@ -103,3 +103,13 @@ def _set_plugins(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         return SimpleNamespace(names=set(names))
 
     monkeypatch.setattr(platform.importlib.metadata, "entry_points", entry_points)
+
+
+def test_caches_lie_in_the_users_cache_folder_or_in_the_one_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FARSPAN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert platform.user_cache_dir("aot") == tmp_path / "xdg" / "farspan" / "aot"
+    monkeypatch.setenv("FARSPAN_CACHE_DIR", str(tmp_path / "named"))
+    assert platform.user_cache_dir("tokens") == tmp_path / "named" / "tokens"

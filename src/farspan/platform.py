@@ -1,4 +1,4 @@
-"""Keeps JAX from looking for a TPU that is not there.
+"""This machine: a quiet start of JAX where no TPU is, and where caches lie.
 
 Where libtpu is installed, say for `farspan plan --compile`, JAX looks for TPUs at its start, and
 without one libtpu prints pages of errors before the CPU is used after all.
@@ -66,3 +66,18 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def user_cache_dir(kind: str) -> Path:
+    """The folder in which this user's runs keep what takes long to make.
+
+    Args:
+      kind: What is kept: "tokens" of data, "aot" for what the TPU compiler said.
+
+    Returns:
+      A folder in $FARSPAN_CACHE_DIR, or in `farspan` in the user's cache folder; it may not exist.
+    """
+    chosen = os.environ.get("FARSPAN_CACHE_DIR")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(chosen) if chosen else Path(caches) / "farspan"
+    return root.expanduser() / kind

@@ -2,7 +2,7 @@
 
 from farspan.data.baseline import entropy, unigram_loss
 from farspan.data.batch import Batch, build_batch, validate_ids
-from farspan.data.cache.cached_tokens import cached_tokens, default_cache_dir
+from farspan.data.cache.cached_tokens import cached_tokens
 from farspan.data.cache.store import TokenStore
 from farspan.data.corpus import Corpus, HeldOut, build_corpus
 from farspan.data.counts import Counts
@@ -45,7 +45,6 @@ __all__ = [
     "build_batch",
     "build_corpus",
     "cached_tokens",
-    "default_cache_dir",
     "entropy",
     "get_tokenizer",
     "make_encoder",

@@ -52,7 +52,7 @@ def make_loader(
       chat_template: See `make_encoder`.
       eval_data: Held-out data, named like `data`; empty: `eval_rows` rows of `data`.
       eval_rows: Rows held out of training; with `eval_data`, rows of that, 0 for all.
-      cache_dir: Folder of tokenised data; empty: `default_cache_dir()`.
+      cache_dir: Folder of tokenised data; empty: `user_cache_dir("tokens")`.
       progress: Called about once a second during long work, with what is being done.
 
     Returns:

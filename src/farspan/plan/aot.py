@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import tempfile
 import zlib
@@ -29,6 +28,7 @@ from farspan.plan.compiler import (
     run_worker,
 )
 from farspan.plan.hardware import Slice, get_slice
+from farspan.platform import user_cache_dir
 
 __all__ = [
     "Buffer",
@@ -202,8 +202,8 @@ def compile_program(
       arguments: JSON values.
       hardware: The slice, as `farspan.plan.hardware.get_slice` takes it.
       flags: Arguments for libtpu, such as `--xla_tpu_enable_async_all_to_all=true`.
-      cache_dir: Folder that keeps reports and programs; by default `FARSPAN_CACHE_DIR`, or
-        `farspan/aot` in the user's cache folder.
+      cache_dir: Folder that keeps reports and programs; by default
+        `user_cache_dir("aot")`.
       use_cache: Whether a report of the same program, arguments, hardware, flags, versions and
         sources is taken from there.
       keep_hlo: File for the text of the compiled program. None is written if it does not fit.
@@ -222,7 +222,7 @@ def compile_program(
     if not compiler_available():
         raise MissingCompilerError
     where = get_slice(hardware)
-    folder = Path(cache_dir) if cache_dir is not None else _default_cache_dir()
+    folder = Path(cache_dir) if cache_dir is not None else user_cache_dir("aot")
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     entry = _Entry(folder, _key(program, arguments, where.name, flags, versions))
     if use_cache:
@@ -338,10 +338,3 @@ def _key(
         sources.update(file.read_bytes())
     parts = [program, dict(arguments), hardware, list(flags), versions, sources.hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _default_cache_dir() -> Path:
-    if chosen := os.environ.get("FARSPAN_CACHE_DIR"):
-        return Path(chosen)
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "farspan" / "aot"

@@ -189,9 +189,8 @@ def _parameter_collectives(work: Workload) -> tuple[list[Collective], list[Colle
     add(head, decoder.HEAD_AXES, work.itemsize, 1)  # backward of the loss follows its forward
     add_gradient(head, decoder.HEAD_AXES, 1)
     norms = 2 * model.num_layers + 1
-    size = norms * model.model_dim * FLOAT32_BYTES
-    groups = (work.context.batch_shards, work.context.degrees.total)
-    summed += [Collective("all-reduce", norms, size, group) for group in groups]
+    whole = _sums(work, (model.model_dim,), PartitionSpec(None))
+    summed += [_times(each, norms) for each in whole]
     return gathered, summed
 
 

@@ -47,8 +47,8 @@ class DataConfig:
       eval_data: Held-out data, named like `data`; left empty, `eval_rows` rows of `data`.
       eval_rows: Rows in an evaluation; without `eval_data` they are held out of training. With it,
         0 takes all rows.
-      cache_dir: Folder of tokenised data, kept between runs. Left empty: $FARSPAN_CACHE_DIR, or
-        farspan in the user's cache folder.
+      cache_dir: Folder of tokenised data, kept between runs. Left empty: "tokens" in
+        $FARSPAN_CACHE_DIR, or in farspan in the user's cache folder.
     """
 
     data: str = "stdlib"

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import pytest
 
-from farspan.data import Document, Encoded, Encoder, Shard, Source, cached_tokens, default_cache_dir
+from farspan.data import Document, Encoded, Encoder, Shard, Source, cached_tokens
 from farspan.data.cache.cached_tokens import cache_key
 from farspan.data.cache.encoding import encode_in_order
 from farspan.data.reading.files import File
@@ -145,13 +145,6 @@ class TestKey:
         tokens_of(tmp_path)
         tokens_of(tmp_path, text_field="content")
         assert len(folders(tmp_path)) == 2
-
-    def test_default_folder(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        monkeypatch.delenv("FARSPAN_CACHE_DIR", raising=False)
-        assert default_cache_dir() == tmp_path / "xdg" / "farspan"
-        monkeypatch.setenv("FARSPAN_CACHE_DIR", str(tmp_path / "named"))
-        assert default_cache_dir() == tmp_path / "named"
 
 
 def truncate(path):

@@ -25,6 +25,7 @@ from farspan.data.cache.store_writer import FILES, StoreWriter, token_dtype
 from farspan.data.progress import Ticker, ignore, short
 from farspan.data.reading.sources import Source
 from farspan.data.tokens.encode import Encoder
+from farspan.platform import user_cache_dir
 
 FORMAT = 1
 """Changes when the files of a cache or the meaning of a record do."""
@@ -32,14 +33,6 @@ FORMAT = 1
 _META = "meta.json"
 
 _logger = logging.getLogger(__name__)
-
-
-def default_cache_dir() -> Path:
-    """Returns $FARSPAN_CACHE_DIR, or farspan in the user's cache folder."""
-    named = os.environ.get("FARSPAN_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "farspan"
 
 
 def cached_tokens(
@@ -59,7 +52,7 @@ def cached_tokens(
       source: What to tokenise.
       encoder: Makes the ids.
       text_field: The field that `source` reads.
-      cache_dir: The folder of the cache; empty: `default_cache_dir()`.
+      cache_dir: The folder of the cache; empty: `user_cache_dir("tokens")`.
       progress: Called about once a second with how far tokenising is.
 
     Returns:
@@ -72,7 +65,7 @@ def cached_tokens(
     Cost: on disk 2 bytes a token, or 4 with more than 65,536 ids, and with conversations 1 more.
     """
     key = cache_key(source, encoder, text_field)
-    root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+    root = Path(cache_dir).expanduser() if cache_dir else user_cache_dir("tokens")
     folder = root / _digest(key)
     store = _load(folder, key, encoder.vocab_size)
     if store is not None:
