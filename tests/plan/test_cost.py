@@ -152,7 +152,7 @@ def test_parts_and_parameters_that_devices_do_not_divide():
     assert two.sent_bytes == 2 * one.sent_bytes
     odd = varied(model={"model_dim": 30}, parallel=SPLITS["fsdp 2 x ulysses 2, full"][0])
     found = {(each.op, each.group) for each in cost.traffic(make_workload(odd)).gradients}
-    assert found == {("reduce-scatter", 2), ("all-reduce", 2)}
+    assert found == {("reduce-scatter", 2), ("all-reduce", 2), ("all-reduce", 4)}
     alone = cost.traffic(make_workload(varied(parallel={"context_parallel_size": 1})))
     assert alone.sent_bytes == 0
 
