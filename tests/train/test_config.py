@@ -116,5 +116,5 @@ def test_evaluations_need_held_out_rows(change: Callable[..., Any]) -> None:
 def test_decay_steps_and_wsd_need_each_other(
     changes: dict[str, Any], change: Callable[..., Any]
 ) -> None:
-    with pytest.raises(ValueError, match="decay_steps belongs to schedule wsd"):
+    with pytest.raises(ValueError, match="schedule wsd"):
         validate(change(get_recipe("quickstart").build(), **changes))

@@ -281,6 +281,7 @@ def validate(config: TrainConfig) -> None:
             "use --seq-len 2 or more"
         )
     _check_optimizer(config.optimizer)
+    check_decay(config.optimizer, config.steps)
     if config.eval_every and not (config.data.eval_rows or config.data.eval_data):
         raise ValueError(
             f"eval_every needs held-out data, got eval_every={config.eval_every}, eval_rows=0 and "
@@ -314,11 +315,26 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"{optimizer.final_learning_rate_fraction}; use for example "
             "--final-learning-rate-fraction 0.1"
         )
-    if (optimizer.schedule == "wsd") != (optimizer.decay_steps > 0):
+
+
+def check_decay(optimizer: OptimizerConfig, steps: int) -> None:
+    """Checks that `decay_steps` fits the schedule and the number of steps.
+
+    Raises:
+      ValueError: It does not.
+    """
+    decay, warmup = optimizer.decay_steps, optimizer.warmup_steps
+    if optimizer.schedule != "wsd":
+        if decay:
+            raise ValueError(
+                f"decay_steps belongs to schedule wsd alone, got decay_steps={decay} with schedule "
+                f"{optimizer.schedule}; use --schedule wsd, or --decay-steps 0"
+            )
+    elif decay < 1 or warmup + decay > steps:
         raise ValueError(
-            "decay_steps belongs to schedule wsd, which needs it, got "
-            f"schedule={optimizer.schedule}, decay_steps={optimizer.decay_steps}; use for example "
-            "--schedule wsd --decay-steps 100, or leave decay_steps 0"
+            "schedule wsd needs decay_steps of at least 1, which with warmup_steps fit into steps, "
+            f"got decay_steps={decay}, warmup_steps={warmup} and steps={steps}; use for example "
+            f"--decay-steps {max(1, min(steps - warmup, steps // 10))}, or fewer --warmup-steps"
         )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from farspan.train.config import OptimizerConfig
+from farspan.train.config import OptimizerConfig, check_decay
 from farspan.train.muon import is_hidden_matrix, orthogonalize
 
 _UNDECAYED = ("norm", "bias", "sink")
@@ -40,7 +40,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     Raises:
         ValueError: `decay_steps` does not fit the schedule or the number of steps.
     """
-    _check_decay(config, steps)
+    check_decay(config, steps)
     peak, fraction = config.learning_rate, config.final_learning_rate_fraction
     risen = max(0, config.warmup_steps - 1)
     falling = max(1, steps - 1 - risen)
@@ -57,22 +57,6 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         parts.append(optax.linear_schedule(peak, fraction * peak, config.decay_steps))
         boundaries.append(steps - 1 - config.decay_steps)
     return optax.join_schedules(parts, boundaries)
-
-
-def _check_decay(config: OptimizerConfig, steps: int) -> None:
-    decay, warmup = config.decay_steps, config.warmup_steps
-    if config.schedule != "wsd":
-        if decay:
-            raise ValueError(
-                f"decay_steps belongs to schedule wsd alone, got decay_steps={decay} with schedule "
-                f"{config.schedule}; use --schedule wsd, or --decay-steps 0"
-            )
-    elif decay < 1 or warmup + decay > steps:
-        raise ValueError(
-            "schedule wsd needs decay_steps of at least 1, which with warmup_steps fit into steps, "
-            f"got decay_steps={decay}, warmup_steps={warmup} and steps={steps}; use for example "
-            f"--decay-steps {max(1, min(steps - warmup, steps // 10))}, or fewer --warmup-steps"
-        )
 
 
 def decay_mask(params: Any) -> Any:
