@@ -95,6 +95,7 @@ class TestContent:
         monkeypatch.setattr("farspan.data.cache.store_writer._CHUNK_TOKENS", 4)
         encoder = FakeEncoder(scored=lambda t: t != ord("e") if len(t) > 5 else None)
         store = tokens_of(tmp_path, encoder=encoder)
+        assert store.token_counts[ord("e")] == b"onethree".count(b"e")  # none of "fourteen"
         assert store.documents_scored is not None
         assert [store.documents_scored[i].tolist() for i in range(3)] == [
             [True] * 3,

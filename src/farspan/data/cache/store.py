@@ -33,7 +33,7 @@ class TokenStore:
       tokens: Token ids of all documents end to end, integers [tokens].
       offsets: Where each document begins, and the number of tokens, int64 [documents + 1].
       scored: Which tokens may be labels, bool [tokens]; None for all of them.
-      token_counts: How often each id occurs, int64 [vocab_size].
+      token_counts: How often each id occurs where it may be a label, int64 [vocab_size].
       empty_documents: Documents that have no token.
       digest: Of tokens, borders and scored tokens; equal digests mean equal data.
     """

@@ -101,14 +101,15 @@ class StoreWriter:
         if not self._waiting:
             return
         tokens = np.concatenate([encoded.tokens for encoded in self._waiting])
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        scored = np.concatenate([_scored(encoded) for encoded in self._waiting])
+        self._counts += np.bincount(tokens[scored], minlength=len(self._counts))
         written = self.tokens - len(tokens)
         if "scored" not in self._files and any(e.scored is not None for e in self._waiting):
             self._files["scored"] = (self._folder / "scored.bin").open("wb")
             for begin in range(0, written, _CHUNK_TOKENS):  # of every document so far, all of it
                 self._write("scored", np.ones(min(_CHUNK_TOKENS, written - begin), np.bool_))
         if "scored" in self._files:
-            self._write("scored", np.concatenate([_scored(encoded) for encoded in self._waiting]))
+            self._write("scored", scored)
         self._write("tokens", tokens.astype(self._dtype))
         self._waiting, self._waiting_tokens = [], 0
 
