@@ -241,6 +241,7 @@ def test_stages_change_rows_and_devices_and_resume_wherever_they_are_cut(
     train: Callable[..., loop.RunResult],
     change: Callable[..., TrainConfig],
     fake_setup: type[Any],
+    capsys: pytest.CaptureFixture[str],
     crash: int,
 ) -> None:
     stages = (
@@ -250,6 +251,7 @@ def test_stages_change_rows_and_devices_and_resume_wherever_they_are_cut(
     config = change(config, stages=stages)
     unbroken = elsewhere(config, "unbroken")
     train(unbroken)
+    assert "stage 1 of 2: steps 4 to 5, rows of 128 tokens" in capsys.readouterr().out
     rows = [r["seq_len"] for r in read_metrics(Path(unbroken.run_dir) / "metrics.jsonl")]
     assert rows == [64, 64, 64, 128, 128, 32]
     with pytest.raises(KeyError, match="a crash"):
@@ -320,6 +322,7 @@ def test_a_vocabulary_that_does_not_cover_the_tokenizer_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"vocab_size=257.*use --vocab-size 258"):
         train(change(config, vocab_size=257))
+    assert not (Path(config.run_dir) / "config.json").exists()
 
 
 def test_an_unknown_kernel_is_refused_before_anything_is_built(

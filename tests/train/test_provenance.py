@@ -13,13 +13,13 @@ import pytest
 
 from farspan.recipes import get_recipe
 from farspan.train.config import to_dict
-from farspan.train.provenance import write_launch
+from farspan.train.provenance import write_config, write_launch
 
 CONFIG = get_recipe("quickstart").build()
 
 
 def write(run_dir: Path, start_step: int = 0, started: float = 1.7e9) -> None:
-    write_launch(run_dir, CONFIG, start_step=start_step, started=started, found="Slurm")
+    write_launch(run_dir, start_step=start_step, started=started, found="Slurm")
 
 
 def launches(run_dir: Path) -> list[dict[str, Any]]:
@@ -38,6 +38,7 @@ def test_a_launch_records_what_made_the_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    write_config(tmp_path, CONFIG)
     write(tmp_path, start_step=7, started=1.7e9 + 0.25)
     (launch,) = launches(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(

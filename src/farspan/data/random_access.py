@@ -77,7 +77,9 @@ class RandomAccessLoader(Loader):
         _check_fills_a_batch(members, self._batch_size)
         counts = [member.corpus.store.token_counts for member in members]
         shares = self._interleave.shares
-        mixed = np.sum([s * of / max(1, of.sum()) for s, of in zip(shares, counts, strict=True)], axis=0)
+        mixed = np.sum(
+            [s * of / max(1, of.sum()) for s, of in zip(shares, counts, strict=True)], axis=0
+        )
         super().__init__(
             order=order,
             held_out=held_out,

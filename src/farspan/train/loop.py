@@ -23,7 +23,7 @@ from farspan.train.interrupt import stop_on_signals
 from farspan.train.metrics import EvalRecord, Meter
 from farspan.train.profiling import Profiler
 from farspan.train.progress import Reporter
-from farspan.train.provenance import write_launch
+from farspan.train.provenance import write_config, write_launch
 from farspan.train.resume import check_resumable
 from farspan.train.run_files import METRICS_FILE
 from farspan.train.session import Session
@@ -122,7 +122,7 @@ def _run(
             return _result(run_dir, checkpoints, None, done, None)
         writers = None
         if group.primary:
-            write_launch(run_dir, config, start_step=done, started=started, found=group.found)
+            write_launch(run_dir, start_step=done, started=started, found=group.found)
             writers = stack.enter_context(open_writers(run_dir, done, config, reporter.note))
         session = Session(
             config=config,
@@ -146,8 +146,13 @@ def _run(
         goodput = Goodput(run_dir, done)
         unigram = None
         with reporter.steps(done, config.steps):
-            for part, setup in zip(parts, setups, strict=True):
+            for stage, (part, setup) in enumerate(zip(parts, setups, strict=True)):
                 if part.stop > session.done and not session.asked_to_stop():
+                    if len(parts) > 1:
+                        reporter.note(
+                            f"stage {stage} of {len(parts) - 1}: steps {part.start + 1} to "
+                            f"{part.stop}, rows of {part.config.data.seq_len:,} tokens"
+                        )
                     unigram = _train_part(session, part, setup, goodput)
         with reporter.phase("writing the last checkpoint"):
             checkpoints.wait()
@@ -172,6 +177,8 @@ def _train_part(session: Session, part: Part, setup: TrainSetup, goodput: Goodpu
             f"{meter.num_devices} devices ({setup.split}){_processes(session.group)}; run folder "
             f"{session.checkpoints.directory.parent}"
         )
+        if session.writers:
+            write_config(session.checkpoints.directory.parent, session.config)
         session.train(part, setup, meter, loader, state)
         return loader.unigram_loss
     finally:

@@ -24,19 +24,25 @@ _PACKAGES = (
 _GIT_SECONDS = 10
 
 
-def write_launch(
-    run_dir: Path, config: TrainConfig, *, start_step: int, started: float, found: str
-) -> None:
-    """Writes `config.json`, and adds this launch to `launches.jsonl`.
+def write_config(run_dir: Path, config: TrainConfig) -> None:
+    """Writes `config.json`. Call it when all is well: it replaces that of an earlier launch.
 
     Args:
       run_dir: Folder of the run; it exists.
-      config: The run; it replaces the configuration of an earlier launch.
+      config: The run.
+    """
+    _replace(run_dir / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def write_launch(run_dir: Path, *, start_step: int, started: float, found: str) -> None:
+    """Adds this launch to `launches.jsonl`.
+
+    Args:
+      run_dir: Folder of the run; it exists.
       start_step: Steps done before this launch.
       started: When the launch began, in seconds since 1970; from the first one on, goodput counts.
       found: The environment that started the processes, in words.
     """
-    _replace(run_dir / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
     devices = jax.devices()
     launch = {
         "time": datetime.fromtimestamp(started).astimezone().isoformat(timespec="milliseconds"),
