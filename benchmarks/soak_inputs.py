@@ -81,7 +81,7 @@ def refused(name: str, *words: str, new_run: bool = False) -> Callable[[Break], 
         def attempt(launches: Launches, scene: Scene) -> Attempt:
             run_dir, new = scene.run_dir, scene.folder / "new"
             flags = ["--data", str(scene.corpus), "--steps", "9", *breaks(scene)]
-            before = _contents(run_dir / "checkpoints")
+            before = _contents(run_dir)
             output, status = _run(launches, new if new_run else run_dir, flags)
             errors = [line for line in output.splitlines() if line.startswith("error: ")]
             said = errors[-1] if errors else output[-500:]
@@ -90,7 +90,7 @@ def refused(name: str, *words: str, new_run: bool = False) -> Callable[[Break], 
                 and len(errors) == 1
                 and "Traceback" not in output
                 and all(word in said for word in words)
-                and _contents(run_dir / "checkpoints") == before
+                and _contents(run_dir) == before
                 and _steps(new) == 0
             )
             return Attempt(name, fine, f"status {status}, {said}")
@@ -130,9 +130,11 @@ def _run(launches: Launches, run_dir: Path, flags: list[str]) -> tuple[str, int]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
+    """Checkpoints and configuration."""
+    files = [*(folder / "checkpoints").rglob("*"), *folder.glob("config.json")]
     return {
         str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
+        for path in sorted(files)
         if path.is_file()
     }
 
