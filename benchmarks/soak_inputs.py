@@ -133,9 +133,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     """Checkpoints and configuration."""
     files = [*(folder / "checkpoints").rglob("*"), *folder.glob("config.json")]
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(files)
-        if path.is_file()
+        str(path.relative_to(folder)): path.read_bytes() for path in sorted(files) if path.is_file()
     }
 
 
