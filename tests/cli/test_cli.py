@@ -203,7 +203,9 @@ def test_train_runs_from_the_command_line_to_the_last_checkpoint(
     assert second["loss"] < first["loss"]
     assert first["tokens"] in (127, 128)
     assert (run_dir / "checkpoints" / "2" / "state").is_dir()
-    assert "done: step 2 of 2" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "done: step 2 of 2" in printed
+    assert f"all steps   █▁ {first['loss']:.4g} -> {second['loss']:.4g}" in printed
 
 
 def test_help_of_a_recipe_shows_every_flag_with_the_recipes_values(

@@ -55,3 +55,8 @@ def test_what_is_left_out_takes_the_default(tmp_path: Path) -> None:
 def test_other_json_is_refused_with_the_reason(values: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(write(tmp_path, values))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"got .*nowhere\.json; name the config\.json"):
+        load_config(tmp_path / "nowhere.json")

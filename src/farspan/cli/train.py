@@ -68,11 +68,17 @@ def _train(config: TrainConfig, name: str) -> tuple[RunResult, bool]:
 
 
 def _summary(result: RunResult, config: TrainConfig, command: list[str]) -> str:
+    from farspan.train.metrics import read_metrics
+    from farspan.train.progress import loss_curve
+
     finished = result.stopped_by is None
     lines = [f"{'done' if finished else 'stopped'}: step {result.steps} of {config.steps}"]
     if result.final_loss is not None:
         mean = f"mean of the last {result.final_loss_steps} steps"
         lines.append(f"loss        {result.final_loss:.4f} nats a token ({mean}){_beside(result)}")
+    curve = loss_curve(record["loss"] for record in read_metrics(result.metrics))
+    if curve:
+        lines.append(f"all steps   {curve}")
     if result.evaluation is not None:
         lines.append(f"evaluation  {result.evaluation.eval_loss:.4f} nats a token, held out")
     if result.skipped:

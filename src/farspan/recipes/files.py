@@ -24,6 +24,11 @@ def load_config(path: Path) -> TrainConfig:
       ValueError: The file is no such JSON; the message names the field and the nearest right name.
       OSError: It cannot be read.
     """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"a configuration must be an existing file, got {path}; name the config.json of a run "
+            "folder, or a recipe"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     except ValueError as error:
