@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import shutil
@@ -284,6 +285,7 @@ def _start_seconds(run_dir: Path, begin: float) -> float:
 
 def _same_arrays(unbroken: Path, run_dir: Path, step: int) -> bool:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    logging.getLogger("absl").setLevel(logging.ERROR)  # the parts of a checkpoint have no metadata
     import jax
     import orbax.checkpoint as ocp
 

@@ -30,6 +30,7 @@ from farspan.train.fingerprint import fingerprints, named_leaves
 State = TypeVar("State")
 _Signature = tuple[tuple[int, ...], str]
 _ITEMS = ("state", "loader", "config", "fingerprints")
+_LOOP_IS_CLOSED = "Event loop is closed"
 _APPEAR_SECONDS = 60  # until what one process wrote is seen by others, over a network
 _WRITE_SECONDS = 6 * 3600  # for one save; the end of a process is noticed without this
 
@@ -190,6 +191,14 @@ class Checkpoints:
                 "permissions, then run again: it goes on from the newest complete step"
             ) from error
 
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Generator[None, None, None]:
+        try:
+            with _quiet_after_failure():
+                yield
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
     def _await_same_steps(self) -> None:
         """Returns when every process sees the newest step that process 0 sees."""
         newest = share(str(self.newest()))
@@ -202,17 +211,13 @@ class Checkpoints:
         wait_for_all("checkpoints")
 
     def _read(self, step: int, **items: Any) -> Mapping[str, Any]:
-        try:
+        with self._reading(step):
             return cast("Any", self._manager.restore(step, args=ocp.args.Composite(**items)))
-        except Exception as error:
-            raise self._unreadable(step, error) from error
 
     def _check_signature(self, step: int, abstract_state: Any) -> None:
-        try:
+        with self._reading(step):
             metadata = cast("Any", self._manager.item_metadata(step))["state"]
             saved = dict(_saved_signature(metadata.tree))
-        except Exception as error:
-            raise self._unreadable(step, error) from error
         wanted = _signature(abstract_state)
         differences = [
             f"{name}: checkpoint {_show(saved.get(name))}, run {_show(wanted.get(name))}"
@@ -273,6 +278,28 @@ def _meet_unless_failed(*, key: str, timeout_ms: int) -> None:
     if current_group().count > 1 and (error := sys.exception()):
         raise error
     wait_for_all(key)
+
+
+@contextlib.contextmanager
+def _quiet_after_failure() -> Generator[None, None, None]:
+    """After a failed read tensorstore's threads call into an event loop that is closed by then.
+
+    Python prints a traceback for each such call, which says nothing beside the error itself.
+    """
+    inherited = sys.excepthook, sys.unraisablehook
+
+    def uncaught(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if str(value) != _LOOP_IS_CLOSED:
+            inherited[0](kind, value, trace)
+
+    def unraisable(found: Any) -> None:
+        if str(found.exc_value) != _LOOP_IS_CLOSED:
+            inherited[1](found)
+
+    sys.excepthook, sys.unraisablehook = uncaught, unraisable
+    yield
+    # Not after a failure: the calls come when they come.
+    sys.excepthook, sys.unraisablehook = inherited
 
 
 def _in_time(holds: Callable[[], bool], look_again: Callable[[], None]) -> bool:
