@@ -12,6 +12,7 @@ they learn as of any other: the run ends.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import sys
 import time
@@ -282,11 +283,14 @@ def _meet_unless_failed(*, key: str, timeout_ms: int) -> None:
 
 @contextlib.contextmanager
 def _quiet_after_failure() -> Generator[None, None, None]:
-    """After a failed read tensorstore's threads call into an event loop that is closed by then.
+    """Keeps reads that fail beside the first from printing tracebacks of their own.
 
-    Python prints a traceback for each such call, which says nothing beside the error itself.
+    Tensorstore's threads call into an event loop that is closed by then, and asyncio logs the tasks
+    that nobody asks any more. Neither says anything beside the error itself.
     """
     inherited = sys.excepthook, sys.unraisablehook
+    log = logging.getLogger("asyncio")
+    was_disabled, log.disabled = log.disabled, True
 
     def uncaught(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         if str(value) != _LOOP_IS_CLOSED:
@@ -300,6 +304,7 @@ def _quiet_after_failure() -> Generator[None, None, None]:
     yield
     # Not after a failure: the calls come when they come.
     sys.excepthook, sys.unraisablehook = inherited
+    log.disabled = was_disabled
 
 
 def _in_time(holds: Callable[[], bool], look_again: Callable[[], None]) -> bool:
