@@ -118,7 +118,11 @@ def test_what_is_kept_for_each_token():
     assert per_layer("save_attention") == stream + out + lse
     assert per_layer("none") > stream + out + lse + 3 * 64 * 2
     narrow = dataclasses.replace(MODEL, dtype="bfloat16")
-    assert stream + out < round_bytes_per_token(narrow) < 1.2 * per_layer("none")
+    # A scan keeps what positions alone decide once for all layers: the factors and choices of RoPE,
+    # of one query and two key arrays. A round has them for itself, and counts no wider array.
+    rope = (4 + 2 * 2) * 8 * (2 + 1)
+    assert round_bytes_per_token(narrow) == per_layer("none") + rope - lse
+    assert stream + out < round_bytes_per_token(narrow)
     assert round_bytes_per_token(MODEL) > round_bytes_per_token(narrow)
 
 
