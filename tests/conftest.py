@@ -4,6 +4,8 @@ import atexit
 import os
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -56,6 +58,32 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     # A bounded cache is one that jax locks, so that no process reads what another is writing.
     jax.config.update("jax_compilation_cache_max_size", 2 * 1024**3)
+
+
+# Threads that last as long as the process: fsspec's loop, the lifeline of processes, which only
+# listens.
+_LASTING_THREADS = ("fsspecIO", "farspan-lifeline")
+_LONGEST_END_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test() -> Iterator[None]:
+    """Fails a test whose threads work on after it, beside whatever test comes next.
+
+    Annotations are checked on random items, drawn from Python's one generator; hypothesis fails a
+    test during which another thread drew from it.
+    """
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in set(threading.enumerate()) - before if not _lasts(thread)]
+    for thread in left:
+        thread.join(_LONGEST_END_SECONDS)
+    working = sorted(thread.name for thread in left if thread.is_alive())
+    assert not working, f"close what this test opened: its threads {working} work on"
+
+
+def _lasts(thread: threading.Thread) -> bool:
+    return thread.name in _LASTING_THREADS
 
 
 def pytest_report_header() -> str:

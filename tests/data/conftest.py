@@ -1,12 +1,15 @@
-"""Real tokenizers, trained in a moment, for the tests of tokenizers and conversations."""
+"""Real tokenizers, trained in a moment, and loaders that end with their test."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from farspan.data import Loader, make_loader
 
 _TEXT = ["hello world, the assistant says hello", "user asks: why? because.", "system"] * 9
 
@@ -64,3 +67,14 @@ def save_tokenizer() -> Callable[..., str]:
         return str(folder)
 
     return save
+
+
+@pytest.fixture
+def open_loader() -> Iterator[Callable[..., Loader]]:
+    """`make_loader`, whose loaders are closed after the test."""
+    with contextlib.ExitStack() as opened:
+
+        def make(*args: Any, **options: Any) -> Loader:
+            return opened.enter_context(contextlib.closing(make_loader(*args, **options)))
+
+        yield make

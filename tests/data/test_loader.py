@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from farspan.data import Batch, make_loader
+from farspan.data import Batch
 from farspan.types import IGNORE_LABEL, PAD_SEGMENT_ID
 
 
@@ -20,7 +20,7 @@ def numbered(count, length=4):
 
 
 @pytest.fixture
-def loader_of(tmp_path):
+def loader_of(open_loader, tmp_path):
     """Makes a loader over documents, which lie in a file of JSON lines."""
 
     def write(documents):
@@ -42,7 +42,7 @@ def loader_of(tmp_path):
         } | options
         if "eval_data" in settings:
             settings["eval_data"] = write(settings["eval_data"])
-        return make_loader(write(documents), **settings)
+        return open_loader(write(documents), **settings)
 
     return make
 
@@ -225,7 +225,6 @@ class TestEvalData:
         assert sorted(i for b in batches for i in real_rows(b)) == list(range(99, 106))
         assert sorted(row_ids(draw(loader, 5))) == list(range(20))
         assert loader.describe().endswith("7 rows held out")
-        loader.close()
 
     def test_some_rows_are_chosen_by_the_seed(self, loader_of):
         held = [chr(40 + i) * 4 for i in range(60)]
@@ -294,7 +293,6 @@ class TestReport:
         # A row is left out only if it holds nothing but one-token pieces, which here is one each.
         assert counts["pieces"] == total["pieces"] + counts["tokens_unlabelled"]
         assert f"{counts['tokens_padded']:,} padded" in loader.describe()
-        loader.close()
 
     def test_rows_in_which_nothing_can_be_predicted_are_left_out_and_reported(self, loader_of):
         loader = loader_of([*numbered(6), "!", "!"], batch_size=2)
@@ -333,14 +331,14 @@ class TestReport:
 
 class TestConversations:
     @pytest.mark.parametrize("streaming", [False, True])
-    def test_only_the_assistants_turns_are_predicted(self, tmp_path, streaming):
+    def test_only_the_assistants_turns_are_predicted(self, open_loader, tmp_path, streaming):
         turns = [("user", "What?"), ("assistant", "This."), ("user", "So?"), ("assistant", "Yes.")]
         messages = [{"role": role, "content": content} for role, content in turns]
         silent = [{"role": "user", "content": "Hello?"}]
         lines = [{"messages": messages}] * 2 + [{"messages": silent}]
         data = tmp_path / "chats.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        loader = make_loader(
+        loader = open_loader(
             str(data),
             tokenizer="byte",
             seq_len=256,
@@ -355,7 +353,6 @@ class TestConversations:
         text = bytes(labels[labels < 256].astype(np.uint8)).decode()
         assert text.replace("<|im_end|>", "").split() in (["This.", "Yes."], ["This.Yes."])
         assert loader.counts()["rows_unlabelled"] == 1
-        loader.close()
 
 
 class TestProcesses:
@@ -387,7 +384,6 @@ class TestProcesses:
             for array in dataclasses.astuple(batch):
                 digest.update(array.tobytes())
         assert done.stdout.strip() == digest.hexdigest()
-        loader.close()
 
 
 def test_cache_of_one_packing_serves_every_other(loader_of, tmp_path):

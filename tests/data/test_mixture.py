@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.data import Interleave, LengthWeights, Part, make_loader, read_mixture
+from farspan.data import Interleave, LengthWeights, Part, read_mixture
 from farspan.types import PAD_SEGMENT_ID
 
 
@@ -123,9 +123,11 @@ def two_sources(tmp_path):
     return write
 
 
-def loader_of(data, tmp_path, **options):
+@pytest.fixture
+def loader_of(open_loader, tmp_path):
     settings = {"tokenizer": "byte", "seq_len": LONG, "packing": "none", "batch_size": 4, "seed": 0}
-    return make_loader(data, **(settings | {"cache_dir": str(tmp_path / ".cache")} | options))
+    settings["cache_dir"] = str(tmp_path / ".cache")
+    return lambda data, **options: open_loader(data, **(settings | options))
 
 
 def letters_of(batches):
@@ -135,9 +137,9 @@ def letters_of(batches):
 @pytest.mark.parametrize("streaming", [False, True])
 class TestMixed:
     def test_every_batch_has_the_shares_and_each_source_its_epochs(
-        self, two_sources, tmp_path, streaming
+        self, two_sources, loader_of, streaming
     ):
-        loader = loader_of(two_sources(), tmp_path, streaming=streaming)
+        loader = loader_of(two_sources(), streaming=streaming)
         rows = letters_of(itertools.islice(loader, 52))
         assert {sum(c.isdigit() for c in rows[at : at + 4]) for at in range(0, 208, 4)} == {1}
         letters = [c for c in rows if c.isalpha()]
@@ -147,52 +149,50 @@ class TestMixed:
                 assert len(set(items[begin : begin + size])) == size
         said = "a.jsonl: 1 shards, read while training, 75.00%" if streaming else "a.jsonl (75.00%"
         assert f"{said} of the rows" in loader.describe()
-        loader.close()
 
-    def test_resumes_after_any_batch(self, two_sources, tmp_path, streaming):
+    def test_resumes_after_any_batch(self, two_sources, loader_of, streaming):
         data = two_sources("length_weights = [[0, 1.5], [12, 0.5]]")
-        loader = loader_of(data, tmp_path, streaming=streaming, shuffle_window_rows=3)
+        loader = loader_of(data, streaming=streaming, shuffle_window_rows=3)
         states, batches = [loader.state()], []
         for batch in itertools.islice(loader, 12):
             batches.append(batch.tokens)
             states.append(json.loads(json.dumps(loader.state())))
         for taken in range(12):
-            other = loader_of(data, tmp_path, streaming=streaming, shuffle_window_rows=3)
+            other = loader_of(data, streaming=streaming, shuffle_window_rows=3)
             other.restore(states[taken])
             for expected in batches[taken : taken + 3]:
                 np.testing.assert_array_equal(next(other).tokens, expected)
-            other.close()
-        loader.close()
 
-    def test_state_of_other_weights_is_refused(self, two_sources, tmp_path, streaming):
-        state = loader_of(two_sources(), tmp_path, streaming=streaming).state()
+    def test_state_of_other_weights_is_refused(self, two_sources, loader_of, streaming):
+        state = loader_of(two_sources(), streaming=streaming).state()
         other = two_sources("length_weights = [[0, 2]]")
         with pytest.raises(ValueError, match="another mixture"):
-            loader_of(other, tmp_path, streaming=streaming).restore(state)
+            loader_of(other, streaming=streaming).restore(state)
 
     def test_documents_are_seen_as_often_as_their_length_says(
-        self, two_sources, tmp_path, streaming
+        self, two_sources, loader_of, streaming
     ):
         data = two_sources(f"length_weights = [[{LONG}, 2]]")
-        loader = loader_of(data, tmp_path, streaming=streaming)
+        loader = loader_of(data, streaming=streaming)
         rows = letters_of(itertools.islice(loader, 16))
         epoch = Counter([c for c in rows if c.isalpha()][:46])
         assert epoch == {chr(97 + i): 2 if i < 20 else 1 for i in range(26)}
-        loader.close()
 
 
-def test_unigram_loss_is_that_of_the_mixed_tokens(two_sources, tmp_path):
-    loader = loader_of(two_sources(), tmp_path)
+def test_unigram_loss_is_that_of_the_mixed_tokens(two_sources, loader_of):
+    loader = loader_of(two_sources())
     tokens = 20 * LONG + 6 * SHORT
     shares = [0.75 * LONG / tokens] * 20 + [0.75 * SHORT / tokens] * 6 + [0.25 / 10] * 10
     assert loader.unigram_loss == pytest.approx(-sum(p * np.log(p) for p in shares))
 
 
-def test_counts_of_repeats_and_documents_left_out_add_up_over_an_epoch(two_sources, tmp_path):
+def test_counts_of_repeats_and_documents_left_out_add_up_over_an_epoch(
+    two_sources, loader_of, tmp_path
+):
     two_sources()
     text = f'[[source]]\ndata = "a.jsonl"\nweight = 1\nlength_weights = [[0, 0.5], [{LONG}, 2.5]]'
     for streaming in (False, True):
-        loader = loader_of(mixture(tmp_path, text), tmp_path, streaming=streaming, batch_size=1)
+        loader = loader_of(mixture(tmp_path, text), streaming=streaming, batch_size=1)
         first = next(loader)
         counts = loader.counts()
         epoch = [first, *itertools.islice(loader, counts["rows_train"] - 1)]
@@ -204,12 +204,11 @@ def test_counts_of_repeats_and_documents_left_out_add_up_over_an_epoch(two_sourc
         assert counts["tokens_repeated"] == LONG * counts["documents_repeated"]
         assert counts["tokens_left_out"] == SHORT * counts["documents_left_out"]
         assert_adds_up(counts, LONG)
-        loader.close()
 
 
-def test_repeated_documents_do_not_leak_into_the_held_out_rows(two_sources, tmp_path):
+def test_repeated_documents_do_not_leak_into_the_held_out_rows(two_sources, loader_of):
     data = two_sources("length_weights = [[0, 3]]")
-    loader = loader_of(data, tmp_path, eval_rows=8)
+    loader = loader_of(data, eval_rows=8)
     held = {
         chr(row[0])
         for batch in loader.eval_batches()

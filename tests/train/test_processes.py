@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -168,13 +169,16 @@ def placed_batches(text: str, cache_dir: str) -> str:
             config = dataclasses.replace(
                 quickstart(), parallel=parallel, batch_size=4, gradient_accumulation_steps=1
             )
-            loader = make_loader(
-                text, tokenizer="byte", seq_len=64, batch_size=4, seed=0, cache_dir=cache_dir
-            )
+            with contextlib.closing(
+                make_loader(
+                    text, tokenizer="byte", seq_len=64, batch_size=4, seed=0, cache_dir=cache_dir
+                )
+            ) as loader:
+                batch = next(iter(loader))
             setup = build_setup(
                 dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=64))
             )
-            for leaf in jax.tree.leaves(setup.place(next(iter(loader)))):
+            for leaf in jax.tree.leaves(setup.place(batch)):
                 whole = leaf
                 if isinstance(leaf, jax.Array):
                     assert leaf.sharding.device_set == set(jax.devices())
