@@ -127,6 +127,23 @@ def test_a_run_learns_and_writes_what_it_promises(
     assert [s for s in range(1, 7) if f"step {s}/6 " in printed] == [1, 2, 4, 6]
 
 
+def test_a_second_launch_is_refused_and_does_not_touch_the_first(
+    config: TrainConfig, train: Callable[..., loop.RunResult], fake_setup: type[Any]
+) -> None:
+    unbroken = elsewhere(config, "unbroken")
+    train(unbroken)
+
+    def launch_again(step: int) -> None:
+        if step == 4:
+            with pytest.raises(ValueError, match="one launch at a time may use"):
+                loop.run(config)
+
+    train(config, launch_again)
+    assert losses(config) == losses(unbroken)
+    assert_same(final_state(config, fake_setup), final_state(unbroken, fake_setup))
+    assert len((Path(config.run_dir) / "launches.jsonl").read_text().splitlines()) == 1
+
+
 def test_records_count_the_global_batch_once(
     config: TrainConfig, train: Callable[..., loop.RunResult], change: Callable[..., TrainConfig]
 ) -> None:

@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from farspan.dist.processes import any_process, current_group, share, wait_for_all
+from farspan.train.claim import cannot_be_written
 from farspan.train.fingerprint import fingerprints, named_leaves
 
 State = TypeVar("State")
@@ -254,10 +255,7 @@ def _check_folder(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         mine.touch()
     except OSError as error:
-        raise ValueError(
-            f"run_dir: {directory} must be a folder that can be written, got {error}; correct the "
-            "permissions or use another --run-dir"
-        ) from error
+        raise cannot_be_written(directory, error) from error
     wait_for_all("run folder")
     first = directory / f"{token}-0"
     unseen = any_process(not _in_time(first.exists, lambda: None))

@@ -14,6 +14,7 @@ from farspan.dist.processes import ProcessGroup, join_processes, share, wait_for
 from farspan.kernels import get_kernel
 from farspan.plan.hardware import find_chip
 from farspan.train.checkpoint import Checkpoints
+from farspan.train.claim import claim
 from farspan.train.config import TrainConfig, device_count, fresh_run_dir, validate
 from farspan.train.dataset import open_loader
 from farspan.train.fit import check_state_fits
@@ -71,8 +72,8 @@ def run(config: TrainConfig) -> RunResult:
     folder; the first one prints and keeps the metrics. SIGTERM or SIGINT in any of them saves after
     the step in progress and returns in all.
 
-    Writes `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, `config.json`, `launches.jsonl` and
-    `checkpoints/` there.
+    Writes `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, `config.json`, `launches.jsonl`, `lock`
+    and `checkpoints/` there.
 
     Args:
       config: The run.
@@ -116,6 +117,7 @@ def _run(
         setups = [build_setup(part.config) for part in parts]
         for setup in setups:
             check_state_fits(setup)
+        stack.enter_context(claim(run_dir, reporter.note))
         checkpoints = stack.enter_context(Checkpoints(run_dir, config.keep_checkpoints))
         done = _announce_resume(config, checkpoints, reporter)
         if done >= config.steps:
