@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from farspan.cli import launch
 from farspan.cli.launch import main
@@ -53,6 +55,19 @@ def test_output_of_the_first_and_errors_of_all_are_passed_on(
         line.partition(f" 2 {address}")[0] for line in capfd.readouterr().out.splitlines()
     )
     assert shown == ["[1] out 1", "out 0"]
+
+
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_words_of_several_devices_that_mingle_are_left_out(turns: list[int]) -> None:
+    pieces = ("[Gloo] Rank ", "", " is connected to ", "7", " peer ranks. ")
+    pieces += ("Expected number of connected peer ranks is : ", "7", "\n")
+    left = {device: [piece or str(device) for piece in pieces] for device in range(4)}
+    mingled = "".join(left[device].pop(0) for device in turns if left[device])
+    text = "step 7\n" + mingled + "".join("".join(rest) for rest in left.values()) + "done 7\n"
+    shown = "".join(launch._GLOO_GREETINGS.sub("", line) for line in text.splitlines(True))
+    assert shown.startswith("step 7\n")
+    assert shown.endswith("done 7\n")
+    assert not shown.removeprefix("step").removesuffix("done 7\n").strip("0123456789\n ")
 
 
 @pytest.mark.usefixtures("program")

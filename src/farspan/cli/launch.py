@@ -40,7 +40,12 @@ _PASSED_ON = {  # what comes here: what the processes get
 }
 _TAIL_LINES = 200
 _POLL_SECONDS = 0.05
-_GLOO_GREETING = re.compile(r"\[Gloo\] Rank .* peer ranks is : \d+\n?")  # on CPU, to stdout
+# On CPU, each device says "[Gloo] Rank 0 is connected to 7 peer ranks. Expected number of connected
+# peer ranks is : 7" to standard output, from a thread of its own; the words of several may mingle.
+_GLOO_WORDS = (
+    r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
+)
+_GLOO_GREETINGS = re.compile(rf"(?:^\d+)?(?:(?:{_GLOO_WORDS})\d*)+\n?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +248,7 @@ class _Member:
         assert pipe is not None
         with pipe:
             for line in pipe:
-                text = _GLOO_GREETING.sub("", line)
+                text = _GLOO_GREETINGS.sub("", line)
                 if text and self._passes_on:
                     sys.stdout.write(prefix + text)
                     sys.stdout.flush()
