@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -135,6 +136,33 @@ def test_a_signal_reaches_every_process_and_nothing_is_restarted(
     assert sorted(out.splitlines()) == ["[1] asked", "asked"]
     assert "restarting" not in err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("program")
+def test_a_signal_while_the_processes_start_reaches_each_of_them_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import signal, time; "
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); "
+        "print('ready', flush=True); time.sleep(1); sys.exit(143)"
+    )
+
+    class Member(launch._Member):
+        def __init__(self, index: int, *arguments: Any, **options: Any) -> None:
+            super().__init__(index, *arguments, **options)
+            out, deadline = "", time.monotonic() + 60
+            while "ready" not in out and time.monotonic() < deadline:
+                out = capfd.readouterr().out
+                time.sleep(0.01)
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "_Member", Member)
+    assert run(code, "-n", "2", "--all-output", "--max-restarts", "3") == 143
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[1] asked", "asked"]
+    assert "restarting" not in err
 
 
 @pytest.mark.parametrize(

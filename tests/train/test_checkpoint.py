@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import resource
 import shutil
@@ -297,6 +298,27 @@ def test_a_full_disk_fails_the_run_and_leaves_the_step_before(saved: Path) -> No
         save_and_wait(opened, state)
     with Checkpoints(saved, keep=3) as again:
         assert again.newest() == 2
+
+
+def test_what_a_killed_save_left_is_removed_though_something_still_writes_there(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leftover = saved / "checkpoints" / "3.orbax-checkpoint-tmp"
+    (leftover / "state").mkdir(parents=True)
+    remove, tries = shutil.rmtree, 0
+
+    def remove_while_another_writes(path: Path) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_while_another_writes)
+    with Checkpoints(saved, keep=3) as opened:
+        assert opened.newest() == 2
+    assert tries == 2
+    assert not leftover.exists()
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_before_the_first_step() -> None:

@@ -121,8 +121,7 @@ def _with_run_dir(command: list[str]) -> list[str]:
 def _run(options: LaunchOptions, command: list[str]) -> int:
     for attempt in range(options.max_restarts + 1):
         team = _Team(options, command)
-        with team.passing_signals_on():
-            status = team.wait()
+        status = team.run()
         if team.asked_to_stop or status in _FINAL or attempt == options.max_restarts:
             return status
         _say(f"restarting all {options.num_processes} ({attempt + 1} of {options.max_restarts})")
@@ -134,22 +133,44 @@ class _Team:
 
     def __init__(self, options: LaunchOptions, command: list[str]) -> None:
         self._options = options
+        self._command = command
+        self._members: list[_Member] = []
+        self._all_started = False
+        self._early: list[signal.Signals] = []  # what was asked for before all had started
         self.asked_to_stop = False
-        count = options.num_processes
+
+    def run(self) -> int:
+        """Starts the processes and waits until all have ended; signals are passed on to them.
+
+        Returns:
+          The status of the first that failed, or 0.
+        """
+        with self._passing_signals_on():
+            self._start()
+            return self._wait()
+
+    def _start(self) -> None:
+        count = self._options.num_processes
         address = f"127.0.0.1:{_free_port()}"
-        self._members = [
-            _Member(index, count, address, command, passes_on=options.all_output or index == 0)
-            for index in range(count)
-        ]
+        for index in range(count):
+            passes_on = self._options.all_output or index == 0
+            self._members.append(_Member(index, count, address, self._command, passes_on=passes_on))
+        self._all_started = True
+        for number in self._early:
+            self._send(number)
 
     @contextmanager
-    def passing_signals_on(self) -> Generator[None, None, None]:
-        """Signals that ask the launcher to stop go to every process."""
+    def _passing_signals_on(self) -> Generator[None, None, None]:
+        """Signals that ask the launcher to stop go to every process, each once."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             del frame
             self.asked_to_stop = True
-            self._send(_PASSED_ON[signal.Signals(number)])
+            passed_on = _PASSED_ON[signal.Signals(number)]
+            if self._all_started:
+                self._send(passed_on)
+            else:
+                self._early.append(passed_on)
 
         previous = {number: signal.signal(number, handle) for number in _PASSED_ON}
         try:
@@ -158,12 +179,8 @@ class _Team:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def wait(self) -> int:
-        """Waits until all have ended, and ends them where one has failed.
-
-        Returns:
-          The status of the first that failed, or 0.
-        """
+    def _wait(self) -> int:
+        """Waits until all have ended, and ends them where one has failed."""
         first, since = 0, 0.0
         harder = [signal.SIGKILL, signal.SIGTERM]
         running = True

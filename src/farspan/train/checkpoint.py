@@ -12,6 +12,7 @@ they learn as of any other: the run ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
 import sys
@@ -64,7 +65,7 @@ class Checkpoints:
             )
         if current_group().primary:
             for leftover in self.directory.glob("*.orbax-checkpoint-tmp*"):  # of a killed save
-                shutil.rmtree(leftover)
+                _remove(leftover)
         _check_folder(self.directory)
         json = ocp.JsonCheckpointHandler
         self._manager = ocp.CheckpointManager(
@@ -265,6 +266,27 @@ def _check_folder(directory: Path) -> None:
             f"run_dir: {directory} must be one folder for all {group.count} processes, got one "
             "where files of process 0 do not appear; use a --run-dir on a file system that all of "
             "them share"
+        )
+
+
+def _remove(leftover: Path) -> None:
+    """Removes a folder into which the threads or processes of a failed save may still write."""
+
+    def gone() -> bool:
+        try:
+            shutil.rmtree(leftover)
+        except FileNotFoundError:
+            return not leftover.exists()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                raise cannot_be_written(leftover, error) from error
+            return False
+        return True
+
+    if not _in_time(gone, lambda: None):
+        raise ValueError(
+            f"run_dir: {leftover} is what a failed save left and must be removed, got files that "
+            "keep appearing there; stop what writes there, or use another --run-dir"
         )
 
 
