@@ -113,3 +113,15 @@ def test_caches_lie_in_the_users_cache_folder_or_in_the_one_named(
     assert platform.user_cache_dir("aot") == tmp_path / "xdg" / "farspan" / "aot"
     monkeypatch.setenv("FARSPAN_CACHE_DIR", str(tmp_path / "named"))
     assert platform.user_cache_dir("tokens") == tmp_path / "named" / "tokens"
+
+
+def test_a_url_is_no_folder_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be a folder `gs:` beside the program, gone with the machine."""
+    assert platform.folder_to_write("~/runs", "run_dir") == Path.home() / "runs"
+    with pytest.raises(
+        ValueError, match=r"run_dir must be a folder .*'gs://bucket/run'; use a path"
+    ):
+        platform.folder_to_write("gs://bucket/run", "run_dir")
+    monkeypatch.setenv("FARSPAN_CACHE_DIR", "s3://bucket/cache")
+    with pytest.raises(ValueError, match="FARSPAN_CACHE_DIR must be"):
+        platform.user_cache_dir("tokens")

@@ -1,4 +1,4 @@
-"""This machine: a quiet start of JAX where no TPU is, and where caches lie.
+"""This machine: a quiet start of JAX where no TPU is, and which folders may be written.
 
 Where libtpu is installed, say for `farspan plan --compile`, JAX looks for TPUs at its start, and
 without one libtpu prints pages of errors before the CPU is used after all.
@@ -68,6 +68,29 @@ def _read(file: Path) -> str:
         return ""
 
 
+def is_url(name: str) -> bool:
+    """Tells a URL (`gs://bucket/folder`) from a path."""
+    return "://" in name
+
+
+def folder_to_write(path: str, setting: str) -> Path:
+    """The folder that a setting names, for files that are appended to, renamed or mapped.
+
+    Args:
+      path: Its path, in which `~` is the home folder.
+      setting: What the user set, for the message.
+
+    Raises:
+      ValueError: It is a URL: as a path, its files would lie in a local folder of that name.
+    """
+    if is_url(path):
+        raise ValueError(
+            f"{setting} must be a folder of a mounted file system, got the URL {path!r}; use a "
+            "path, on a file system that all hosts share where there are several"
+        )
+    return Path(path).expanduser()
+
+
 def user_cache_dir(kind: str) -> Path:
     """The folder in which this user's runs keep what takes long to make.
 
@@ -76,8 +99,10 @@ def user_cache_dir(kind: str) -> Path:
 
     Returns:
       A folder in $FARSPAN_CACHE_DIR, or in `farspan` in the user's cache folder; it may not exist.
+
+    Raises:
+      ValueError: $FARSPAN_CACHE_DIR is a URL.
     """
-    chosen = os.environ.get("FARSPAN_CACHE_DIR")
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(chosen) if chosen else Path(caches) / "farspan"
-    return root.expanduser() / kind
+    if chosen := os.environ.get("FARSPAN_CACHE_DIR"):
+        return folder_to_write(chosen, "FARSPAN_CACHE_DIR") / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "farspan" / kind

@@ -74,6 +74,14 @@ def test_each_field_out_of_range_is_named_with_its_value_and_a_remedy(
         validate(config)
 
 
+def test_a_run_folder_is_a_path_and_no_url(change: Callable[..., Any]) -> None:
+    config = change(get_recipe("quickstart").build(), run_dir="gs://bucket/run")
+    with pytest.raises(
+        ValueError, match=r"--run-dir\) must be .*got the URL 'gs://bucket/run'; use"
+    ):
+        validate(config)
+
+
 def test_accumulation_must_divide_the_batch_and_the_nearest_divisor_is_named(
     change: Callable[..., Any],
 ) -> None:

@@ -11,9 +11,10 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from farspan.data.reading.files import is_url, list_files
+from farspan.data.reading.files import list_files
 from farspan.data.reading.sources import STDLIB
 from farspan.errors import unknown_choice
+from farspan.platform import is_url
 
 _SUFFIX = ".toml"
 _FIELDS = ("data", "weight", "text_field", "length_weights")

@@ -28,7 +28,7 @@ from farspan.plan.compiler import (
     run_worker,
 )
 from farspan.plan.hardware import Slice, get_slice
-from farspan.platform import user_cache_dir
+from farspan.platform import folder_to_write, user_cache_dir
 
 __all__ = [
     "Buffer",
@@ -222,7 +222,10 @@ def compile_program(
     if not compiler_available():
         raise MissingCompilerError
     where = get_slice(hardware)
-    folder = Path(cache_dir) if cache_dir is not None else user_cache_dir("aot")
+    if cache_dir is None:
+        folder = user_cache_dir("aot")
+    else:
+        folder = folder_to_write(str(cache_dir), "cache_dir")
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     entry = _Entry(folder, _key(program, arguments, where.name, flags, versions))
     if use_cache:

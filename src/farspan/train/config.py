@@ -13,9 +13,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from farspan.models.config import DecoderConfig
+from farspan.platform import folder_to_write
 from farspan.train.decode import decode
 
 Packing = Literal["best_fit", "first_fit", "concatenate", "none"]
@@ -194,8 +196,8 @@ class TrainConfig:
       stages: Later parts of the run, in order, each "from_step=1000,seq_len=65536,rope_theta=8e6":
         what to change after so many steps, for contexts that grow within one run.
       seed: Seed of the initial parameters and of the order of the data.
-      run_dir: Folder of metrics.jsonl, config.json and checkpoints. A folder that holds a
-        checkpoint is resumed. Left empty, each run gets a new folder under runs/.
+      run_dir: Folder of metrics.jsonl, config.json and checkpoints; a path, no URL. A folder that
+        holds a checkpoint is resumed. Left empty, each run gets a new folder under runs/.
       checkpoint_every: Steps between checkpoints; the last step is always saved. 0 saves the last
         step only.
       keep_checkpoints: Newest checkpoints kept; older ones are deleted.
@@ -263,6 +265,7 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ValueError: names the first field that is out of range, its value and a remedy.
     """
+    run_folder(config.run_dir)
     for minimum, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
         for section, name in names:
             value = getattr(getattr(config, section) if section else config, name)
@@ -349,6 +352,15 @@ def device_count(config: TrainConfig) -> int:
 def fresh_run_dir(name: str) -> str:
     """A new run folder, `runs/NAME-DATE-TIME`, in local time to the second."""
     return f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_folder(run_dir: str) -> Path:
+    """The run folder of that name.
+
+    Raises:
+      ValueError: It is a URL.
+    """
+    return folder_to_write(run_dir, "run_dir (--run-dir)")
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

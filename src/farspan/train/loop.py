@@ -15,7 +15,7 @@ from farspan.kernels import get_kernel
 from farspan.plan.hardware import find_chip
 from farspan.train.checkpoint import Checkpoints
 from farspan.train.claim import claim
-from farspan.train.config import TrainConfig, device_count, fresh_run_dir, validate
+from farspan.train.config import TrainConfig, device_count, fresh_run_dir, run_folder, validate
 from farspan.train.dataset import open_loader
 from farspan.train.fit import check_state_fits
 from farspan.train.goodput import Goodput
@@ -109,7 +109,7 @@ def _run(
             f"{most} and, from step {fewer[0].start} on, {device_count(fewer[0].config)}; use "
             "the same product of parallel sizes in every stage, for example by fsdp_parallel_size"
         )
-    run_dir = Path(config.run_dir or share(fresh_run_dir("train")))
+    run_dir = run_folder(config.run_dir or share(fresh_run_dir("train")))
     reporter = Reporter(config.log_every, quiet=not group.primary)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())

@@ -25,7 +25,7 @@ from farspan.data.cache.store_writer import FILES, StoreWriter, token_dtype
 from farspan.data.progress import Ticker, ignore, short
 from farspan.data.reading.sources import Source
 from farspan.data.tokens.encode import Encoder
-from farspan.platform import user_cache_dir
+from farspan.platform import folder_to_write, user_cache_dir
 
 FORMAT = 1
 """Changes when the files of a cache or the meaning of a record do."""
@@ -59,13 +59,15 @@ def cached_tokens(
       The tokens, mapped from files: what is not used takes no memory.
 
     Raises:
-      ValueError: There is no token in the source, or a record is not as it should be.
+      ValueError: There is no token in the source, a record is not as it should be, or the cache's
+        folder is a URL.
       OSError: The folder cannot be written, or the disk is full.
 
     Cost: on disk 2 bytes a token, or 4 with more than 65,536 ids, and with conversations 1 more.
     """
     key = cache_key(source, encoder, text_field)
-    root = Path(cache_dir).expanduser() if cache_dir else user_cache_dir("tokens")
+    setting = "cache_dir (--cache-dir)"
+    root = folder_to_write(cache_dir, setting) if cache_dir else user_cache_dir("tokens")
     folder = root / _digest(key)
     store = _load(folder, key, encoder.vocab_size)
     if store is not None:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from farspan.data.optional import require
+from farspan.platform import is_url
 
 _BUFFER_BYTES = 1 << 20
 # What storage systems call a number or a time that changes with the content.
@@ -76,11 +77,6 @@ class Listing:
     files: tuple[File, ...]
     is_folder: bool
     repeated: tuple[str, ...] = ()
-
-
-def is_url(data: str) -> bool:
-    """Tells a URL (`gs://bucket/folder`) from a path."""
-    return "://" in data
 
 
 def is_hidden(name: str) -> bool:
