@@ -47,7 +47,7 @@ def test_the_account_of_the_quick_start(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert found["flops_per_device"]["hardware"] > found["flops_per_device"]["model"] > 0
     traffic = found["traffic_per_device"]
-    sent = [each["sent_bytes"] for name in ("attention", "parameters", "gradients")
+    sent = [each["sent_bytes"] for name in ("attention", "parameters", "gradients", "updates")
             for each in traffic[name]]  # fmt: skip
     assert sum(sent) == traffic["sent_bytes"]
     bounds = found["lower_bounds"]

@@ -13,7 +13,7 @@ from farspan.plan.hardware import get_slice
 from farspan.plan.hlo import collectives
 from farspan.recipes import get_recipe
 from farspan.testing.model_parity import model_batch
-from farspan.train.config import DataConfig, ParallelConfig, TrainConfig
+from farspan.train.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from farspan.train.fit import make_workload
 from farspan.train.step import build_setup
 
@@ -142,6 +142,41 @@ def test_bytes_are_those_of_the_compiled_step(name):
         assert count - labels <= found[op][0] <= count
         each = 4 * work.part_tokens * setup.context.degrees.heads
         assert size - labels * each <= found[op][1] <= size
+
+
+MUON = OptimizerConfig("muon")
+
+
+def compiled_update(config):
+    """The optimizer's part of a step alone."""
+    setup = build_setup(config)
+    state = setup.abstract_state()
+    update = jax.jit(setup._optimizer.update)
+    return update.lower(state.params, state.opt_state, state.params).compile()
+
+
+@pytest.mark.parametrize("num_layers", [3, 16])
+def test_bytes_of_updates_are_those_of_the_compiled_update(num_layers):
+    """Whether layers or devices are more; four of the eight devices split the axis `model`."""
+    model = {"num_layers": num_layers, "model_dim": 20}
+    config = varied(model=model, parallel={"fsdp_parallel_size": 2}, optimizer=MUON)
+    (expected,) = cost.traffic(make_workload(config)).updates
+    found = collectives(compiled_update(config).as_text())
+    assert found[expected.op] == (expected.count, expected.operand_bytes)
+    assert expected.count == 2 * 7
+    assert expected.group == 4
+    assert not cost.traffic(make_workload(varied())).updates
+
+
+def test_flops_of_updates_are_those_of_the_compiled_update():
+    model = {"model_dim": 64, "ffn_dim": 96, "vocab_size": 8}
+    config = varied(model=model, parallel={"context_parallel_size": 1}, optimizer=MUON)
+    expected = cost.flops(make_workload(config))
+    found = compiled_update(config).cost_analysis()["flops"]
+    assert expected.updates <= found < 1.1 * expected.updates  # the rest is element by element
+    adamw = cost.flops(make_workload(dataclasses.replace(config, optimizer=CONFIG.optimizer)))
+    assert (adamw.updates, adamw.hardware) == (0, expected.hardware - expected.updates)
+    assert adamw.model == expected.model
 
 
 def test_parts_and_parameters_that_devices_do_not_divide():

@@ -90,7 +90,7 @@ class Plan:
     def facts(self) -> dict[str, Any]:
         """The account in JSON values."""
         work, memory = self.work, self.memory
-        groups = ("attention", "parameters", "gradients")
+        groups = ("attention", "parameters", "gradients", "updates")
         return {
             "recipe": self.recipe,
             "hardware": {

@@ -191,10 +191,14 @@ def _print_flops(console: Console, plan: Plan) -> None:
     rows = (
         ("matrices", flops.matmul_model, flops.matmul_hardware),
         ("attention", flops.attention_model, flops.attention_hardware),
+        ("updates", 0, flops.updates),
         ("together", flops.model, flops.hardware),
     )
     for name, model, hardware in rows:
-        table.add_row(name, f"{model:.3e}", f"{hardware:.3e}", f"{hardware / model - 1:.0%}")
+        if model:
+            table.add_row(name, f"{model:.3e}", f"{hardware:.3e}", f"{hardware / model - 1:.0%}")
+        elif hardware:
+            table.add_row(name, "0", f"{hardware:.3e}", "")
     console.print(table)
 
 
@@ -206,6 +210,7 @@ def _print_traffic(console: Console, plan: Plan) -> None:
         "attention": traffic.attention,
         "parameters": traffic.parameters,
         "gradients": traffic.gradients,
+        "updates": traffic.updates,
     }
     for name, found in groups.items():
         for each in found:

@@ -10,8 +10,8 @@ counted.
 Bytes are those that leave a device, counted by the rules of the strategies
 (`schedules.collectives`) and of sharded parameters: each matrix is gathered, in the type of the
 computation, where it is used (the output head once for the loss and its backward), and its gradient
-is scattered in float32. A few scalars (the loss,
-counts, the gradient's norm) are not counted.
+is scattered in float32. The optimizer's matrix products and collectives are its own account
+(`Workload.update_cost`). A few scalars (the loss, counts, the gradient's norm) are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from farspan.models import decoder
 from farspan.plan import trace
 from farspan.plan.hardware import Slice
 from farspan.plan.memory import FLOAT32_BYTES, MemoryAccount
-from farspan.plan.workload import Workload
+from farspan.plan.workload import UpdateCost, Workload
 from farspan.schedules import Collective
 
 _BACKWARD_PRODUCTS = 5
@@ -47,12 +47,14 @@ class Flops:
       attention_model: Of attention, forward and backward, visible pairs.
       matmul_hardware: Of matrices as they are run.
       attention_hardware: Of attention as it is run.
+      updates: Of the optimizer, on the device with the most.
     """
 
     matmul_model: int
     attention_model: int
     matmul_hardware: int
     attention_hardware: int
+    updates: int
 
     @property
     def model(self) -> int:
@@ -62,7 +64,7 @@ class Flops:
     @property
     def hardware(self) -> int:
         """All hardware FLOPs."""
-        return self.matmul_hardware + self.attention_hardware
+        return self.matmul_hardware + self.attention_hardware + self.updates
 
 
 def flops(work: Workload) -> Flops:
@@ -90,6 +92,7 @@ def flops(work: Workload) -> Flops:
         attention_model=6 * per_pair * pairs // devices,
         matmul_hardware=2 * per_token * tokens // devices,
         attention_hardware=(2 * again + _BACKWARD_PRODUCTS) * per_pair * pairs // devices,
+        updates=sum(each.flops for each in _update_costs(work)),
     )
 
 
@@ -102,11 +105,13 @@ class Traffic:
         the documents of a batch, at most.
       parameters: That gather parameters.
       gradients: That sum gradients.
+      updates: Of the optimizer.
     """
 
     attention: tuple[Collective, ...]
     parameters: tuple[Collective, ...]
     gradients: tuple[Collective, ...]
+    updates: tuple[Collective, ...]
 
     @property
     def sent_bytes(self) -> int:
@@ -116,7 +121,7 @@ class Traffic:
     @property
     def all(self) -> tuple[Collective, ...]:
         """All of them."""
-        return self.attention + self.parameters + self.gradients
+        return self.attention + self.parameters + self.gradients + self.updates
 
 
 def traffic(work: Workload) -> Traffic:
@@ -131,6 +136,7 @@ def traffic(work: Workload) -> Traffic:
         _merged(_times(each, parts) for each in _attention_collectives(work)),
         _merged(_times(each, parts) for each in gathered),
         _merged(_times(each, parts) for each in summed),
+        _merged(each for cost in _update_costs(work) for each in cost.collectives),
     )
 
 
@@ -221,11 +227,27 @@ def _sums(work: Workload, shape: tuple[int, ...], spec: PartitionSpec) -> list[C
     return found
 
 
+def _update_costs(work: Workload) -> list[UpdateCost]:
+    """What the update of each parameter costs."""
+
+    def one(shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> UpdateCost:
+        spec = parameter_spec(shape.shape, axes, work.context.mesh)
+        return work.update_cost(shape.shape, axes, _splits(work, spec))
+
+    shapes = jax.eval_shape(lambda: decoder.init_params(work.model, jax.random.key(0)))
+    return jax.tree.leaves(jax.tree.map(one, shapes, decoder.logical_axes(work.model)))
+
+
 def _groups(work: Workload, spec: PartitionSpec) -> list[int]:
     """Devices over which each split dimension is split."""
+    return [devices for devices in _splits(work, spec) if devices > 1]
+
+
+def _splits(work: Workload, spec: PartitionSpec) -> tuple[int, ...]:
+    """Devices over which each dimension is split."""
     shape = work.context.mesh.shape
     names = [(n,) if isinstance(n, str) else tuple(n or ()) for n in spec]
-    return [math.prod(shape[axis] for axis in axes) for axes in names if axes]
+    return tuple(math.prod(shape[axis] for axis in axes) for axes in names)
 
 
 def _matrix_sizes(work: Workload) -> dict[str, int]:

@@ -35,6 +35,23 @@ class AttentionLayers:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpdateCost:
+    """What the update of one parameter costs one device, beside work on single elements.
+
+    Attributes:
+      flops: Of matrix products.
+      collectives: What it takes part in.
+    """
+
+    flops: int = 0
+    collectives: tuple[schedules.Collective, ...] = ()
+
+
+def _no_update_cost(*_: object) -> UpdateCost:
+    return UpdateCost()
+
+
+@dataclasses.dataclass(frozen=True)
 class Workload:
     """One training step.
 
@@ -47,6 +64,8 @@ class Workload:
       accumulation: Parts into which the rows are cut, computed one after another.
       kept_dtypes: Types of the arrays that are kept for each parameter and have its shape (moments
         of the optimizer, a running mean), given the names of its axes.
+      update_cost: What the optimizer's update of a parameter costs, given its shape, the names of
+        its axes, and over how many devices each axis is split.
       document_tokens: Length of each document of a row, the last one cut short; 0: one document a
         row.
 
@@ -61,6 +80,9 @@ class Workload:
     rows: int
     accumulation: int = 1
     kept_dtypes: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda _: ("float32",) * 2
+    update_cost: Callable[[tuple[int, ...], tuple[str, ...], tuple[int, ...]], UpdateCost] = (
+        _no_update_cost
+    )
     document_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from farspan.plan.hardware import TpuChip, find_chip
 from farspan.plan.memory import binary_size
 from farspan.plan.workload import AttentionLayers, NoDevice, Workload, shard_bytes
 from farspan.train.config import TrainConfig, device_count
-from farspan.train.optimizer import moment_dtypes
+from farspan.train.optimizer import moment_dtypes, update_cost
 from farspan.train.parallel import layer_kinds, make_context
 from farspan.train.step import TrainSetup
 
@@ -52,6 +53,7 @@ def make_workload(config: TrainConfig, document_tokens: int = 0) -> Workload:
         rows=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         kept_dtypes=kept_dtypes,
+        update_cost=functools.partial(update_cost, optimizer, model.param_dtype),
         document_tokens=document_tokens,
     )
 

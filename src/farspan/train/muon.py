@@ -23,8 +23,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact
 
+from farspan.plan.workload import UpdateCost
+from farspan.schedules import Collective
+
 _ADAMW_SIZE = 0.2
 """Root mean square of the elements of AdamW's usual update."""
+_STEPS = 5  # of Newton and Schulz
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +105,38 @@ def orthogonal(x: Inexact[Array, "L ..."], place: Place) -> Inexact[Array, "L ..
     return run(x) * (_ADAMW_SIZE * larger**0.5)
 
 
+def update_cost(
+    shape: tuple[int, ...], axes: tuple[str, ...], splits: tuple[int, ...], itemsize: int
+) -> UpdateCost:
+    """What `orthogonal` costs one device; nothing for a parameter that is no hidden matrix.
+
+    Args:
+      shape: Of the stack.
+      axes: Names of its axes.
+      splits: Over how many devices each axis is split.
+      itemsize: Bytes of an element.
+    """
+    if not is_hidden_matrix(axes):
+        return UpdateCost()
+    model = axes.index("model")
+    layers = -(-shape[0] // splits[model])
+    size = math.prod(shape[1:])
+    short, long = sorted((shape[model], size // shape[model]))
+    products = 2 * short * short * long + short**3
+    traded = 2 * layers * size * itemsize
+    return UpdateCost(
+        flops=2 * _STEPS * layers * products,
+        collectives=(Collective("all-to-all", 2, traded, splits[model]),),
+    )
+
+
 def _orthogonal_shard(
     shard: Array, *, axis: int, others: tuple[int, ...], names: str | tuple[str, ...]
 ) -> Array:
     """On one device: its part, along `axis`, of the matrices between `axis` and `others`."""
     # With a decay of 0 its momentum is the update itself, and nothing is to be kept.
     newton_schulz = optax.contrib.scale_by_muon(
+        ns_steps=_STEPS,
         beta=0.0,
         nesterov=False,
         weight_dimension_numbers=optax.contrib.MuonDimensionNumbers((axis,), others),

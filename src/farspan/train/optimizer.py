@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from farspan.plan.workload import UpdateCost
+from farspan.train import muon
 from farspan.train.config import OptimizerConfig, check_decay
-from farspan.train.muon import is_hidden_matrix, orthogonalize
 
 _UNDECAYED = ("norm", "bias", "sink")
 
@@ -112,8 +113,29 @@ def moment_dtypes(
         param_dtype: type of the parameter.
         axes: names of its axes.
     """
-    once = config.optimizer == "muon" and is_hidden_matrix(axes)
+    once = config.optimizer == "muon" and muon.is_hidden_matrix(axes)
     return (param_dtype,) if once else (param_dtype, param_dtype)
+
+
+def update_cost(
+    config: OptimizerConfig,
+    param_dtype: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    splits: tuple[int, ...],
+) -> UpdateCost:
+    """What the update of a parameter costs one device, beside work on single elements.
+
+    Args:
+        config: the optimizer.
+        param_dtype: type of the parameter.
+        shape: its shape.
+        axes: names of its axes.
+        splits: over how many devices each axis is split.
+    """
+    if config.optimizer == "adamw":
+        return UpdateCost()
+    return muon.update_cost(shape, axes, splits, jnp.dtype(param_dtype).itemsize)
 
 
 def _direction(config: OptimizerConfig, places: Any) -> optax.GradientTransformation:
@@ -124,9 +146,9 @@ def _direction(config: OptimizerConfig, places: Any) -> optax.GradientTransforma
         raise ValueError(
             "muon needs the place of every parameter, got none; hand over the tree of places"
         )
-    muon = optax.chain(optax.trace(config.beta1, nesterov=True), orthogonalize(places))
+    hidden = optax.chain(optax.trace(config.beta1, nesterov=True), muon.orthogonalize(places))
     labels = jax.tree.map(lambda place: "muon" if place.is_hidden_matrix else "adamw", places)
-    return optax.partition({"muon": muon, "adamw": adam}, labels)
+    return optax.partition({"muon": hidden, "adamw": adam}, labels)
 
 
 def _clip_by_global_norm(most: float) -> optax.GradientTransformation:
