@@ -75,7 +75,6 @@ def advance(
     """
     norm = global_norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
 
     def move(x: Array, update: Array) -> Array:
         return (x.astype(jnp.float32) + rate * update.astype(jnp.float32)).astype(x.dtype)
@@ -83,12 +82,14 @@ def advance(
     def follow(mean: Array, x: Array) -> Array:
         return mean + (1 - config.ema_decay) * (x.astype(jnp.float32) - mean)
 
-    params = jax.tree.map(move, state.params, updates)
-    ema = None if state.ema is None else jax.tree.map(follow, state.ema, params)
-    params, opt_state, ema = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (params, opt_state, ema),
-        (state.params, state.opt_state, state.ema),
-    )
+    def change(old: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        params, opt_state, ema = old
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        params = jax.tree.map(move, params, updates)
+        return params, opt_state, None if ema is None else jax.tree.map(follow, ema, params)
+
+    # A choice between branches, not between arrays: those of both would exist at once.
+    old = state.params, state.opt_state, state.ema
+    params, opt_state, ema = jax.lax.cond(finite, change, lambda old: old, old)
     outcome = {"grad_norm": norm, "learning_rate": rate, "finite": finite.astype(jnp.int32)}
     return TrainState(state.step + 1, params, opt_state, ema), outcome
