@@ -99,7 +99,9 @@ def test_a_file_system_without_locks_is_said(
 
 def test_a_run_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", Path("/proc/farspan")):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / LOCK_FILE).symlink_to("/dev/full")
+    for path in (tmp_path / "file", tmp_path / "full", Path("/proc/farspan")):
         with (
             pytest.raises(ValueError, match=r"must be a folder that can be written.*--run-dir"),
             claim(path, refuse_notes),

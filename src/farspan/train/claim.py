@@ -11,8 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from farspan.dist.processes import current_group
 
@@ -41,11 +41,7 @@ def claim(run_dir: Path, note: Callable[[str], None]) -> Generator[None, None, N
         return
     with _open(run_dir) as file:
         _lock(file, run_dir, note)
-        file.seek(0)
-        file.truncate()
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        json.dump({"pid": os.getpid(), "hostname": socket.gethostname(), "since": now}, file)
-        file.flush()
+        _sign(file, run_dir)
         yield
 
 
@@ -57,15 +53,26 @@ def cannot_be_written(directory: Path, error: OSError) -> ValueError:
     )
 
 
-def _open(run_dir: Path) -> IO[str]:
+def _open(run_dir: Path) -> FileIO:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
+        return (run_dir / LOCK_FILE).open("a+b", buffering=0)
     except OSError as error:
         raise cannot_be_written(run_dir, error) from error
 
 
-def _lock(file: IO[str], run_dir: Path, note: Callable[[str], None]) -> None:
+def _sign(file: FileIO, run_dir: Path) -> None:
+    """Says in the file who holds the lock."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = {"pid": os.getpid(), "hostname": socket.gethostname(), "since": now}
+    try:
+        file.truncate(0)
+        file.write(json.dumps(holder).encode())
+    except OSError as error:
+        raise cannot_be_written(run_dir, error) from error
+
+
+def _lock(file: FileIO, run_dir: Path, note: Callable[[str], None]) -> None:
     deadline = time.monotonic() + _LEASE_SECONDS
     waiting = False
     while True:
@@ -91,11 +98,11 @@ def _lock(file: IO[str], run_dir: Path, note: Callable[[str], None]) -> None:
         time.sleep(1.0)
 
 
-def _holder(file: IO[str]) -> tuple[str, str]:
+def _holder(file: FileIO) -> tuple[str, str]:
     """Host and description of the process that holds the lock, as far as it has said."""
     file.seek(0)
     try:
-        said = json.load(file)
+        said = json.loads(file.read())
         host = str(said["hostname"])
         return host, f"process {said['pid']} on {host} since {said['since']}"
     except (ValueError, KeyError, TypeError):
