@@ -75,15 +75,11 @@ def no_thread_outlives_its_test() -> Iterator[None]:
     """
     before = set(threading.enumerate())
     yield
-    left = [thread for thread in set(threading.enumerate()) - before if not _lasts(thread)]
+    left = [t for t in threading.enumerate() if t not in before and t.name not in _LASTING_THREADS]
     for thread in left:
         thread.join(_LONGEST_END_SECONDS)
     working = sorted(thread.name for thread in left if thread.is_alive())
     assert not working, f"close what this test opened: its threads {working} work on"
-
-
-def _lasts(thread: threading.Thread) -> bool:
-    return thread.name in _LASTING_THREADS
 
 
 def pytest_report_header() -> str:

@@ -165,6 +165,27 @@ def test_a_signal_while_the_processes_start_reaches_each_of_them_once(
     assert "restarting" not in err
 
 
+@pytest.mark.usefixtures("program")
+def test_where_one_cannot_be_started_those_before_it_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[launch._Member] = []
+
+    class Member(launch._Member):
+        def __init__(self, index: int, *arguments: Any, **options: Any) -> None:
+            if index == 1:
+                raise BlockingIOError("no more processes")
+            super().__init__(index, *arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(launch, "_Member", Member)
+    with pytest.raises(BlockingIOError):
+        run("import time; time.sleep(600)", "-n", "2")
+    (first,) = started
+    assert first._process.wait(60) == -signal.SIGKILL
+    first.finish()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -45,14 +45,16 @@ def test_a_killed_process_lets_go(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as holder:
-        assert holder.stdout
-        assert holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ValueError, match=f"process {holder.pid} on "),
-            claim(tmp_path, refuse_notes),
-        ):
-            pass
-        holder.kill()
+        try:
+            assert holder.stdout
+            assert holder.stdout.readline() == "held\n"
+            with (
+                pytest.raises(ValueError, match=f"process {holder.pid} on "),
+                claim(tmp_path, refuse_notes),
+            ):
+                pass
+        finally:
+            holder.kill()
         holder.wait()
         with claim(tmp_path, refuse_notes):
             pass

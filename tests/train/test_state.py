@@ -42,6 +42,22 @@ def test_parameters_move_by_the_rate_and_the_mean_follows_in_float32() -> None:
     assert values == {"grad_norm": 2.0, "learning_rate": 0.5, "finite": 1.0}
 
 
+def test_old_and_new_are_never_held_at_once() -> None:
+    """Beside what is given and returned in its place, no more than the clipped gradients."""
+    params = {f"w{index}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for index in range(4)}
+    state = jax.eval_shape(lambda: first_state(zeros(params), OPTIMIZER, CONFIG))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, params, scalar).compile()
+    size = 4 * 256 * 256 * 4
+    held = compiled.memory_analysis()
+    assert held.alias_size_in_bytes >= 4 * size  # parameters, two moments, the mean
+    assert held.temp_size_in_bytes < size + 4096
+
+
+def zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
 @pytest.mark.parametrize(
     ("loss", "gradient"), [(np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan), (1.0, np.inf), (1.0, 3e38)]
 )

@@ -146,8 +146,12 @@ class _Team:
           The status of the first that failed, or 0.
         """
         with self._passing_signals_on():
-            self._start()
-            return self._wait()
+            try:
+                self._start()
+                return self._wait()
+            except BaseException:
+                self._send(signal.SIGKILL)
+                raise
 
     def _start(self) -> None:
         count = self._options.num_processes

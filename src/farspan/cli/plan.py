@@ -26,8 +26,8 @@ _ABOUT = (
     "Needs no TPU."
 )
 _USAGE = "[--hardware v5p:4x4x4] [--compile] [--json] [--flag value ...]"
-_UNCERTAIN = 0.5
-"""Share by which the compiler's figure may differ from the estimate."""
+_UNCERTAIN = 0.6
+"""Share by which the compiler's figure may differ from the estimate (docs/planning.md)."""
 
 
 @dataclass(frozen=True)

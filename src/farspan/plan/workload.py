@@ -47,10 +47,6 @@ class UpdateCost:
     collectives: tuple[schedules.Collective, ...] = ()
 
 
-def _no_update_cost(*_: object) -> UpdateCost:
-    return UpdateCost()
-
-
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """One training step.
@@ -81,7 +77,7 @@ class Workload:
     accumulation: int = 1
     kept_dtypes: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda _: ("float32",) * 2
     update_cost: Callable[[tuple[int, ...], tuple[str, ...], tuple[int, ...]], UpdateCost] = (
-        _no_update_cost
+        lambda *_: UpdateCost()
     )
     document_tokens: int = 0
 

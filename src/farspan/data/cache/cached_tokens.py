@@ -27,7 +27,7 @@ from farspan.data.reading.sources import Source
 from farspan.data.tokens.encode import Encoder
 from farspan.platform import folder_to_write, user_cache_dir
 
-FORMAT = 1
+FORMAT = 2
 """Changes when the files of a cache or the meaning of a record do."""
 
 _META = "meta.json"
