@@ -208,3 +208,14 @@ def test_help_is_quick_and_lists_recipes_and_flags() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("usage: farspan verify", "llama3_8b_long", "--strategy", "--num-heads", "--json"):
         assert word in done.stdout
+
+
+def test_a_process_of_its_own_makes_the_devices() -> None:
+    """As the README's command does, with the recipe's own kernel."""
+    code = (
+        "import jax; from farspan.cli import main, verify\n"
+        "verify._run = lambda plan, scope, *, as_json: print(jax.device_count())\n"
+        "main.main('verify quickstart --strategy all --context-parallel-size 8'.split())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "8"

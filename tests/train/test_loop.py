@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,3 +364,14 @@ def test_an_error_in_the_feed_reaches_the_caller(
     monkeypatch.setattr(fake_setup, "place", fail)
     with pytest.raises(ValueError, match="cannot place this batch"):
         train(config)
+
+
+def test_a_process_of_its_own_makes_the_devices() -> None:
+    """Where a program calls `run`, nothing before it has started JAX."""
+    code = (
+        "import jax; from farspan.recipes import get_recipe; from farspan.train import loop\n"
+        "loop.build_setup = lambda config: exit(f'{jax.device_count()} devices')\n"
+        "loop.run(get_recipe('quickstart').build())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == "8 devices\n"

@@ -150,8 +150,8 @@ def _plan(config: TrainConfig, wanted: str, *, ulysses_typed: bool) -> _Plan:
     from farspan.testing.verification import check_oracle_fits, fit_seq_len, rows_for
     from farspan.train.parallel import make_context
 
-    get_kernel(config.kernel)
     ensure_devices(device_count(config))
+    get_kernel(config.kernel)  # `auto` asks for the devices, so it must not come before them
     kept = config.parallel.context_parallel_strategy
     names = GENERAL_STRATEGIES if wanted == "all" else (kept if wanted == "recipe" else wanted,)
     plan = _Plan([], [], {})

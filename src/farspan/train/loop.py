@@ -91,7 +91,6 @@ def run(config: TrainConfig) -> RunResult:
     started = time.time()
     validate(config)
     check_writers(config)
-    get_kernel(config.kernel)
     parts = split_into_parts(config)
     with join_processes() as group:
         return _run(config, parts, group, started)
@@ -102,6 +101,7 @@ def _run(
 ) -> RunResult:
     most = most_devices(config)
     ensure_devices(most)
+    get_kernel(config.kernel)  # `auto` asks for the devices, so it must not come before them
     fewer = [p for p in parts if device_count(p.config) < most]
     if group.count > 1 and fewer:
         raise ValueError(
